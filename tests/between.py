@@ -82,7 +82,7 @@ h = einops.rearrange(h, "b n t d -> b t (n d)")
 h = einops.rearrange(h, "b t (n d) -> (b n) t d", d={k})
 h = einops.rearrange(h, "(b n) t d -> b t (n d)", b=2)
 """.strip().splitlines()
-LINES = """
+LINES = [*MILD, *"""
 h = total(h.sum({d}, keepdim=True)) * h
 h = total(h.sum({d}, keepdim=True) / 3 + p) * h
 h = total(h) * p
@@ -91,10 +91,7 @@ h = total((h @ p.mT).transpose(-1, -2)) @ p
 h = total(h.mean({d}, keepdim=True)) * h
 p = total(p.sum(-1, keepdim=True))
 p = p.sum(-1, keepdim=True)
-h = h.tanh()
-h = h * 2 + 1
 h = -h
-h = F.gelu(h)
 h = h.softmax({d})
 h = h.cumsum({d})
 h = h.flip({d})
@@ -107,9 +104,7 @@ h = h.logsumexp({d})
 h = h / (1 + h.std())
 h = h.max({d})[0]
 h = h.sort({d})[0]
-h = h.transpose({d}, {e})
 h = h.movedim({d}, {e})
-h = h.mT
 h = h.unflatten({d}, (-1, {k}))
 h = h.unflatten({d}, ({k}, -1))
 h = h.unflatten({d}, (h.shape[{d}] // {k}, {k}))
@@ -117,28 +112,18 @@ h = h.unflatten({d}, ({k}, h.shape[{d}] // {k}))
 h = h.flatten({d}, {e})
 h = h.flatten({d})
 h = h.reshape(h.shape[0], -1)
-h = h.reshape(h.shape[0], -1, h.shape[-1])
-h = h.reshape(-1, h.shape[-1])
-h = h.reshape(*h.shape[:2], -1)
 h = h.reshape(*h.shape[:-1], -1, {k})
 h = h.reshape(-1, {k})
 h = h.reshape(h.shape[-1], -1)
 h = h.reshape(*h.shape[:-2], -1)
-h = h.reshape(2, 3, -1)
 h = h.reshape(2, -1, 3)
-h = h.reshape(2, -1, 3, 2)
 h = h.reshape(-1, 2, 3)
-h = h.reshape(h.shape[0] * h.shape[1], *h.shape[2:])
 h = h.view(h.shape)
 h = h[..., 0]
 h = h[..., :{k}]
-h = h[..., : h.shape[-1] // 2]
 h = h[..., h.shape[-1] // 2 :]
-h = h[:, 1:]
-h = h[:, None]
 h = h[0]
 h = h[..., None, :]
-h = h[torch.tensor([1, 0])]
 h = h.narrow({d}, 0, 1)
 h = h.index_select({d}, torch.tensor([0]))
 h = h.chunk(2, {d})[0]
@@ -149,8 +134,6 @@ h = sum(h.split({k}, {d}))
 h = torch.cat(h.split({k}, {d})[::-1], {d})
 h = torch.stack(h.unbind({d}), {e})
 h = h.unbind({d})[-1]
-h = h.unsqueeze({d})
-h = h.squeeze({d})
 h = h.squeeze()
 h = h.repeat_interleave(2, {d})
 h = h.repeat_interleave(2)
@@ -161,30 +144,19 @@ h = torch.cat([h, h.sin()], {d})
 h = torch.cat([h, p], {d})
 h = torch.stack([h, h.cos()], {d})
 h = torch.stack([h, p], {d})
-h = h * p
-h = h + p
-h = torch.where(p > 0, h, 0.0)
-h = h * x.mean()
-h = h * x[..., :1]
 h = h + x.mean(-1, keepdim=True)
 h = h * x.sum((0, 1))[0]
-h = (x @ x.mT).softmax(-1) @ h
 h = h @ h.mT
-h = (h @ h.mT).softmax(-1) @ h
 h = h.mT @ h
-h = F.scaled_dot_product_attention(h, h, h)
 h = F.scaled_dot_product_attention(h, p, p)
 h = F.layer_norm(h, h.shape[-1:])
 h = F.normalize(h, dim={d})
-h = F.pad(h, (0, 0, 1, 0))
 h = F.pad(h, (1, 0))
 h = F.glu(h, {d})
 h = h / h.shape[{d}]
 h = h * h.shape[{d}] ** -0.5
 h = h * math.sqrt(h.shape[{d}])
 h = h / h.numel()
-h = h + torch.zeros(h.shape, dtype=h.dtype)
-h = h * h.new_ones(h.shape)
 h = h + torch.ones(h.shape[{d}], dtype=h.dtype).mean()
 h = h * torch.arange(h.shape[{d}])
 h = h * torch.ones(h.shape[-1], dtype=h.dtype)
@@ -197,24 +169,16 @@ b = h * 1; b[..., 0] = 0; h = b
 b = h * 1; b[:, 0] = p[:, 0]; h = b
 b = h * 1; b += p; h = b
 b = h.clone().mul_(x[..., :1]); h = b
-p = h
 p = h.detach()
 p = x
 p = x[..., :1]
-p = torch.ones_like(h)
 h, p = p, h
-h = kept(h)
 h = h.contiguous()
 h = h.masked_fill(h > 1, 0.0)
-h = einops.rearrange(h, "b t (n d) -> b n t d", d={k})
-h = einops.rearrange(h, "b n t d -> b t (n d)")
-h = einops.rearrange(h, "b t (n d) -> (b n) t d", d={k})
-h = einops.rearrange(h, "(b n) t d -> b t (n d)", b=2)
 h = einops.rearrange(h, "b t (d n) -> b n t d", d={k})
 h = Doubled.apply(h)
 h = torch.utils._pytree.tree_map(torch.tanh, [h])[0]
-""".strip().splitlines()
-
+""".strip().splitlines()]
 
 ENDS = (
     *("", "h = h.transpose(1, 2).flatten(2)", "h = h.flatten(2)", "h = h.mT", "h = h.squeeze()", "h = h.squeeze(1)"),

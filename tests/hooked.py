@@ -168,44 +168,13 @@ def backward_hook(at: Any, owner: Any) -> None:
     at.register_full_backward_hook(lambda m, before, after: (before[0] * owner.gain,))
 
 
-def wrapped_twice(at: Any, owner: Any) -> None:
-    old = at.forward
-    at.old = lambda *a: old(*a) * owner.gain
-    at.forward = types.MethodType(lambda self, x: self.old(x) + owner.shift, at)
-
-
-def list_of_lambdas(at: Any, owner: Any) -> None:
-    at.functions = [lambda x: x * owner.gain, {"then": lambda x: x + owner.shift}]
-    at.register_forward_hook(lambda m, i, o: m.functions[1]["then"](m.functions[0](o)))
-
-
 def default_argument(at: Any, owner: Any) -> None:
     at.register_forward_hook(lambda m, i, o, owner=owner: o * owner.gain)
-
-
-def keyword_default(at: Any, owner: Any) -> None:
-    def hook(m: Any, i: Any, o: Any, *, owner: Any = owner) -> Any:
-        return o * owner.gain
-
-    at.register_forward_hook(hook)
-
-
-def function_attribute(at: Any, owner: Any) -> None:
-    def hook(m: Any, i: Any, o: Any) -> Any:
-        return o * hook.owner.gain  # type: ignore[attr-defined]
-
-    hook.owner = owner  # type: ignore[attr-defined]
-    at.register_forward_hook(hook)
 
 
 def weak_reference(at: Any, owner: Any) -> None:
     reference = weakref.ref(owner)
     at.register_forward_hook(lambda m, i, o: o * reference().gain)  # type: ignore[union-attr]
-
-
-def param_in_a_closure(at: Any, owner: Any) -> None:
-    gain = owner.gain
-    at.register_forward_hook(lambda m, i, o: o * gain)
 
 
 def buffer_in_a_closure(at: Any, owner: Any) -> None:
@@ -228,10 +197,9 @@ def weak_dict(at: Any, owner: Any) -> None:
 CLOSED: dict[str, Callable[[Any, Any], None]] = {
     fn.__name__.replace("_", " "): fn
     for fn in (
-        closure, backward_hook, wrapped_twice, list_of_lambdas, default_argument, keyword_default, function_attribute,
-        weak_reference, param_in_a_closure, buffer_in_a_closure, cache, generator, weak_dict,
+        *(closure, backward_hook, default_argument, weak_reference, buffer_in_a_closure, cache, generator, weak_dict),
     )
-}  # fmt: skip
+}
 
 
 # ---- a param that is held besides its module

@@ -59,15 +59,3 @@ def run_forked(*command: str) -> subprocess.CompletedProcess[str]:
             process.join()
         said = [(Path(folder) / name).read_text() for name in ("stdout", "stderr")]
         return subprocess.CompletedProcess(command, process.exitcode or 0, *said)
-
-
-def interrupt(process: subprocess.Popen[str], once: str) -> None:
-    """Ctrl-C after the line that starts with `once`; the example ends well and says how far it came."""
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith(once):
-            break
-    os.killpg(process.pid, signal.SIGINT)
-    stdout, stderr = process.communicate(timeout=120)
-    assert process.returncode == 0 and "Traceback" not in stderr, stderr
-    assert "stopped after" in stdout

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
-import contextlib
 import functools
 import os
 import sys
@@ -180,27 +178,6 @@ def test_a_tape_that_a_generator_leaves_touches_nothing_else() -> None:
             del generator
             assert torch.is_autocast_enabled("cpu") and (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
             assert torch.overrides._get_current_function_mode_stack() == [mode]  # type: ignore[attr-defined]
-
-
-def test_a_task_that_is_cancelled_in_a_tape_touches_no_other() -> None:
-    step = fz.train_step(LOSS, fz.adamw(1e-2))
-    state = begun(step)
-
-    async def waits() -> None:
-        with fz.tape(step, state) as model:
-            model(X)
-            await asyncio.sleep(30)
-
-    async def main() -> bool:
-        task = asyncio.ensure_future(waits())
-        await asyncio.sleep(0)
-        with torch.autocast("cpu"):
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
-            return torch.is_autocast_enabled("cpu")
-
-    assert asyncio.run(main())
 
 
 # ---- forks

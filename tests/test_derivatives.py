@@ -77,28 +77,6 @@ def test_hvp(chosen: Any, world: int) -> None:
     run_ranks(rank_main, world)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_per_example_grads(stage: int) -> None:
-    loss, params = scenarios.stack()
-    batches = scenarios.vector_batches(2)
-
-    def rank_main(rank: int) -> None:
-        step = fz.freeze(SHARDS[stage](fz.train_step(loss, fz.sgd(0.1))), "head.b")
-        state = step.init(params)
-        x, y = batches[rank]
-        found = fz.per_example_grads(step, state, x, y)
-        assert found["head"]["b"] is None
-        for i in range(len(x)):
-            want = torch.func.grad(loss)(params, x[i : i + 1], y[i : i + 1])
-            assert_trees_close(found["blocks"][1]["w"][i], want["blocks"][1]["w"], rtol=1e-10)
-        some = fz.per_example_grads(step, state, x, y, only="blocks.0.*")
-        assert some["blocks"][1]["w"] is None and some["blocks"][0]["b"].shape == (4, 5)
-        with pytest.raises(ValueError, match=r"got only='nothing', expected a pattern"):
-            fz.per_example_grads(step, state, x, y, only="nothing")
-
-    run_ranks(rank_main, 2 if stage else 1)
-
-
 POLICIES: dict[str, Any] = {
     "autocast": lambda loss: fz.autocast(fz.train_step(loss, fz.sgd(0.1))),
     "compute": lambda loss: fz.train_step(loss, fz.sgd(0.1), fz.Policy(compute=torch.bfloat16)),

@@ -155,16 +155,6 @@ def test_dims_chunks_and_nesting() -> None:
         same_states(found, single)
 
 
-def test_states_that_are_made_in_a_map() -> None:
-    loss, params = of_members("unit")
-    step = fz.train_step(loss, fz.adamw(0.1))
-    (pairs,) = batches_at(1)
-    full = pytree.tree_map(lambda *leaves: torch.stack(leaves), *params)
-    new, _ = torch.vmap(lambda p, *inputs: step(step.init(p), *inputs))(full, *stacked(pairs))
-    for found, p, pair in zip(fz.unstack(new), params, pairs, strict=True):
-        same_states(found, step(step.init(p), *pair)[0])
-
-
 @in_turns(4)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_derivatives_of_an_ensemble(stage: int) -> None:

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import os
 import re
-import signal
-import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -226,10 +222,6 @@ def test_members_of_an_ensemble_are_single_runs(tmp_path: Path) -> None:
 # ---- train_lm.py
 
 
-def start(*options: str, out: Path) -> subprocess.Popen[str]:
-    return start_example("train_lm.py", *TINY, "--out", str(out), *options)
-
-
 def check_weights(out: Path) -> None:
     module = example("transformer").Transformer(32, 1, 2, torch.Generator().manual_seed(1))
     module.load_state_dict(load_file(out / "weights.safetensors"), strict=True)
@@ -273,27 +265,6 @@ def test_a_loss_that_jumps_is_a_spike(monkeypatch: pytest.MonkeyPatch) -> None:
     is_spike = example("train_lm").is_spike
     assert is_spike(float("nan"), []) and is_spike(float("inf"), [1.0]) and is_spike(2.1, [1.0] * 10)
     assert not is_spike(1.9, [1.0] * 10) and not is_spike(9.0, [1.0] * 9)
-
-
-# otherwise tests/test_resuming.py has four such runs, of ranks that are forked
-@at_length
-def test_a_resumed_run_is_one_that_was_never_stopped(tmp_path: Path) -> None:
-    """To the bit, on the same number of ranks, wherever it was killed."""
-    options = ("--steps", "6", "--save-every", "2", "--dtype", "fp32", "--eval-every", "6")
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    start(*options, out=whole).communicate(timeout=120)
-    process = start(*options, out=stopped)
-    while not list(stopped.glob("checkpoints/*/manifest.json")):
-        assert process.poll() is None
-        time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate(timeout=60)
-    stdout, stderr = start(*options, "--resume", out=stopped).communicate(timeout=120)
-    assert "going on after update" in stdout and "Traceback" not in stderr, stderr
-    check_weights(stopped)
-    assert (whole / "weights.safetensors").read_bytes() == (stopped / "weights.safetensors").read_bytes()
-    newest = [max((out / "checkpoints").iterdir(), key=lambda path: path.name) for out in (whole, stopped)]
-    assert fz.load_extra(newest[0]) == fz.load_extra(newest[1])
 
 
 def test_bad_options_are_named(

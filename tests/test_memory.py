@@ -234,6 +234,36 @@ def test_activations_are_freed_as_the_pullback_proceeds() -> None:
     run_ranks(rank_main, 1)
 
 
+def test_inputs_without_gradients_under_accumulation() -> None:
+    """Integer inputs, frozen first blocks: nothing to differentiate enters a unit; its params are freed too."""
+    width, blocks = 64, 12
+    generator = torch.Generator().manual_seed(0)
+    params = {
+        "table": torch.randn(10, width, generator=generator),
+        "blocks": [{"w": torch.randn(width, width, generator=generator)} for _ in range(blocks)],
+    }
+    block = fz.unit(lambda p, x: torch.tanh(x @ p["w"]))
+
+    def fn(p: Any, tokens: torch.Tensor) -> torch.Tensor:
+        x = p["table"][tokens]
+        for q in p["blocks"]:
+            x = block(q, x)
+        return x.mean()
+
+    def rank_main(rank: int) -> None:
+        step = fz.freeze(fz.train_step(fn, fz.sgd(0.1)), "table|blocks.?.*")
+        step = fz.accumulate(fz.shard_zero3(step), 2)
+        state, tokens = step.init(params), torch.arange(8)
+        with LiveBytes() as live:
+            out, pullback = step.vjp(state, tokens)
+            assert live.now() < 4 * width * width, "no unit's params stay gathered"
+            pullback(torch.ones_like(out))
+            # two gathered, the grads of one, one that is reduced, and the reduced grads of both microbatches
+            assert live.peak < 5.5 * 4 * width * width
+
+    run_ranks(rank_main, 2)
+
+
 def test_assert_peak_bytes_fails_when_it_should() -> None:
     assert_peak_bytes(lambda: torch.zeros(256), 1024)
     with pytest.raises(AssertionError, match=r"peak of 2,048 bytes, expected at most 1,024"):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import scenarios
 import torch
-import torch.utils._pytree
+import torch.utils._pytree as pytree
 from hypothesis import given
 from hypothesis import strategies as st
 from nightly import in_turns
@@ -44,7 +45,7 @@ def test_every_mix_of_dtypes_trains(first: Any, second: Any, stage: int, remat: 
 
     block = fz.unit(lambda q, x: torch.tanh(x @ q["w"].float() + q["b"].float()))
     exact, _ = scenarios.stack()
-    wide = torch.utils._pytree.tree_map(lambda leaf: leaf.double(), params)
+    wide = pytree.tree_map(lambda leaf: leaf.double(), params)
     inputs = [tuple(part.double() for part in batch) for batch in batches]
     plain = fz.train_step(exact, fz.sgd(0.05))
     state, _ = plain(plain.init(wide), *[torch.cat(parts) for parts in zip(*inputs, strict=True)])
@@ -65,7 +66,7 @@ def test_every_mix_of_dtypes_trains(first: Any, second: Any, stage: int, remat: 
         grads, _ = pullback(torch.ones(()))
         assert all(grads[path].dtype == policy.grad for path, policy in rows.items())
         assert_trees_close(
-            torch.utils._pytree.tree_map(lambda t: t.double(), fz.gather(state.params)), want, rtol=0.1, atol=0.1
+            pytree.tree_map(lambda t: t.double(), fz.gather(state.params)), want, rtol=0.1, atol=0.1
         )
 
     run_ranks(rank_main, world)
@@ -93,29 +94,6 @@ def test_autocast_casts_matrices_before_the_gather(stage: int) -> None:
         assert torch.isfinite(metrics["loss"])
 
     run_ranks(rank_main, 2 if stage else 1)
-
-
-def test_autocast_equals_torch_autocast_over_cast_weights() -> None:
-    """One process, no sharding: the same bits as torch.autocast on a module whose matrices were cast by hand."""
-    module = scenarios.TinyLM(dtype=F32)
-    apply, params = fz.functional(module)
-    tokens, targets = scenarios.token_batches(1)[0]
-
-    def loss(p: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.cross_entropy(apply(p, x).flatten(0, 1), y.flatten())
-
-    step = fz.autocast(fz.train_step(loss, fz.sgd(0.1)), BF16)
-    state = step.init(params)
-    out, pullback = step.vjp(state, tokens, targets)
-    grads = fz.gather(pullback(torch.ones_like(out))[0])
-    leaves = {k: v.detach().clone().requires_grad_() for k, v in params.items()}
-    cast = {k: v.to(BF16) if v.ndim >= 2 else v for k, v in leaves.items()}
-    with torch.autocast("cpu", dtype=BF16, cache_enabled=False):
-        want = loss(cast, tokens, targets)
-    want.backward()
-    assert_trees_equal(out, want.detach())
-    for name, leaf in leaves.items():
-        assert_trees_close(grads[name], leaf.grad if leaf.grad is not None else torch.zeros_like(leaf), rtol=1e-2)
 
 
 def test_an_explicit_policy_beats_autocast_in_any_order() -> None:
@@ -194,3 +172,47 @@ def test_small_fp16_gradients_survive_by_the_scale() -> None:
     kept, metrics = scaled(scaled.init(params), x)
     assert_trees_close(fz.gather(kept.params)["w"], torch.full((4,), -0.01), rtol=1e-2)
     assert metrics["grad_norm"].item() == pytest.approx(2e-8, rel=1e-2)
+
+
+@in_turns(2)
+@pytest.mark.parametrize("policy", ["fp32", "bf16 states"])
+def test_all_stages_agree_to_the_bit(policy: str) -> None:
+    """Losses and params over ten steps, in float32 and with bf16 params, grads and moments."""
+    dtype, scheme = (F32, None) if policy == "fp32" else (BF16, fz.Policy.bf16_states())
+    fn, params = float32_stack()
+    data = scenarios.vector_batches(2, dtype=dtype)
+
+    def losses_of(stage: int, rank: int) -> Any:
+        step = SHARDS[stage](fz.train_step(fn, fz.adamw(1e-2), scheme))
+        state, losses = step.init(params), []
+        for _ in range(10):
+            state, metrics = step(state, *data[rank])
+            losses.append(metrics["loss"])
+        return losses, fz.gather(state.params)
+
+    first, *others = [run_ranks(functools.partial(losses_of, stage), 2)[0] for stage in (1, 2, 3)]
+    for other in others:
+        assert_trees_equal(other, first)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_bf16_states_follow_torch_over_many_steps(stage: int) -> None:
+    """Multi-step parity of params for bf16 params, grads and moments: torch.optim.AdamW on a bf16 model, to the bit."""
+    fn, params = scenarios.stack(dtype=BF16)
+    batch = scenarios.vector_batches(1, dtype=BF16)[0]
+    leaves, spec = pytree.tree_flatten(params)
+    leaves = [leaf.clone().requires_grad_() for leaf in leaves]
+    optimizer = torch.optim.AdamW(leaves, lr=1e-2, fused=True)
+    for _ in range(10):
+        optimizer.zero_grad()
+        fn(pytree.tree_unflatten(leaves, spec), *batch).backward()
+        optimizer.step()
+
+    def rank_main(rank: int) -> None:
+        step = SHARDS[stage](fz.train_step(fn, fz.adamw(1e-2), fz.Policy.bf16_states()))
+        state = step.init(params)
+        for _ in range(10):
+            state, _ = step(state, *batch)
+        assert_trees_equal(fz.gather(state.params), pytree.tree_unflatten([leaf.detach() for leaf in leaves], spec))
+
+    run_ranks(rank_main, 1)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from nightly import at_length, in_turns
-from processes import interrupt, start_example
+from processes import start_example
 from safetensors.torch import load_file
 
 from fzero.testing import run_ranks
@@ -86,12 +86,6 @@ def test_on_ranks_that_are_threads(
     said = capsys.readouterr().out
     check_said(said)
     assert ("stopped after" in said) == (ranks == 2)
-
-
-@at_length  # examples/launch.py hears it, for examples/train_lm.py in tests/test_resuming.py too
-def test_ctrl_c_keeps_what_was_trained(example: Any, tmp_path: Path) -> None:
-    interrupt(start("--steps", "1000000", out=tmp_path), once="state per rank")
-    check_files(example, tmp_path)
 
 
 def test_bad_options_are_named(example: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 import fzero as fz
@@ -26,11 +25,6 @@ def test_it_is_the_function_and_keeps_its_name() -> None:
     grads, _ = step.vjp(state, X)[1](torch.ones(()))
     want = torch.func.grad(lambda p: layer(p, X).sum())(PARAMS)
     torch.testing.assert_close(fz.gather(grads)["a"]["w"], want["w"])
-
-
-def test_only_functions_are_units() -> None:
-    with pytest.raises(TypeError, match=r"unit: got fn="):
-        fz.unit(3)  # type: ignore[arg-type]
 
 
 def test_inputs_of_inference_mode_in_steady_calls() -> None:

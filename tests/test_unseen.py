@@ -53,24 +53,9 @@ def loss(scale: Callable[[], Any], p: Any, x: torch.Tensor) -> torch.Tensor:
     return (torch.tanh(x @ p["w"]) * scale()).square().mean()
 
 
-class Hooked(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = torch.nn.Parameter(W.clone())
-        self.act = lambda x: torch.tanh(x) * OWN.scale
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.act(x @ self.w).square().mean()
-
-
-def of_a_module() -> Any:
-    return fz.functional(Hooked())[0]
-
-
 WAYS: dict[str, Callable[[], Any]] = {
     "a module's attribute": lambda: functools.partial(loss, lambda: OWN.scale),
     "a context variable": lambda: functools.partial(loss, VARIABLE.get),
-    "a function of a module": of_a_module,
 }
 
 
@@ -84,14 +69,9 @@ def by_a_map_within(p: Any, x: torch.Tensor) -> torch.Tensor:
     return loss(lambda: torch.vmap(lambda s: s * 1.0)(OWN.scale[None])[0], p, x)
 
 
-def by_a_gradient_within(p: Any, x: torch.Tensor) -> torch.Tensor:
-    return loss(lambda: torch.func.grad(lambda s: s**2 / 2)(OWN.scale), p, x)
-
-
 WAYS |= {
     "an entry that is written": lambda: by_an_entry,
     "a map within": lambda: by_a_map_within,
-    "a gradient within": lambda: by_a_gradient_within,
 }
 
 
@@ -159,22 +139,10 @@ class Apart:
         self.scale = scale
 
 
-def kept_in_a_module(t: torch.Tensor, p: Any, x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
-    if CONFIG.scale is None:
-        CONFIG.scale = t * 2
-    return (x @ p["w"]).square().mean() * CONFIG.scale
-
-
 def kept_at_once(t: torch.Tensor, memo: Any, p: Any, x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
     if "scale" not in memo:
         memo["scale"] = t * 2
     return (x @ p["w"]).square().mean() * memo["scale"]
-
-
-def kept_late(t: torch.Tensor, memo: Any, p: Any, x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
-    if i > 0 and "scale" not in memo:
-        memo["scale"] = t * 2
-    return (x @ p["w"]).square().mean() * memo.get("scale", 1.0)
 
 
 def used_late(p: Any, x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
@@ -188,18 +156,16 @@ def also_held(t: torch.Tensor, p: Any, x: torch.Tensor, i: torch.Tensor) -> torc
 @pytest.mark.parametrize(
     ("way", "wrap", "kind"),
     by_turns(
-        ["module", "cache", "late cache", "late", "also held", "an object as input"],
+        ["cache", "late", "also held", "an object as input"],
         [lambda step: step, fz.fuse_update],
         sorted(GRADS),
     ),
 )
 def test_what_only_a_later_step_comes_to_is_refused_by_a_scan(way: str, wrap: Any, kind: str) -> None:
     def trained(t: torch.Tensor) -> Any:
-        CONFIG.scale = None if way == "module" else t
+        CONFIG.scale = t
         fn = {
-            "module": functools.partial(kept_in_a_module, t),
             "cache": functools.partial(kept_at_once, t, {}),
-            "late cache": functools.partial(kept_late, t, {}),
             "late": used_late,
             "also held": functools.partial(also_held, t),
             "an object as input": lambda p, x, i, own: (x @ p["w"]).square().mean() * own.scale,
@@ -213,24 +179,9 @@ def test_what_only_a_later_step_comes_to_is_refused_by_a_scan(way: str, wrap: An
         GRADS[kind](trained)(T)
 
 
-class Methods:
-    """An optimizer of one's own by its methods, which come to their rate by what nobody walks."""
-
-    def init(self, params: Any) -> Any:
-        return ()
-
-    def update(self, grads: Any, state: Any, params: Any) -> Any:
-        return grads.map(lambda g: -CONFIG.rate * g), state
-
-
 class Calls:
     def __call__(self, grads: Any, state: Any, params: Any) -> Any:
         return grads.map(lambda g: -CONFIG.rate * g), state
-
-
-@functools.wraps(fz.sgd(0.1).update)
-def wrapped(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-    return grads.map(lambda g: -CONFIG.rate * g), state
 
 
 def begun_with(params: Any) -> Any:
@@ -242,9 +193,7 @@ def by_what_it_began_with(grads: Any, state: Any, params: Any) -> Any:
 
 
 OPTIMIZERS: dict[str, Any] = {
-    "methods": elementwise(Methods().init, Methods().update),
     "a callable object": elementwise(lambda params: (), Calls()),
-    "a wrapped function": elementwise(lambda params: (), wrapped),
     "what it begins with": elementwise(begun_with, by_what_it_began_with),
 }
 

@@ -7,7 +7,6 @@ pure is listed in `purity/impure.py`.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import copy
 import functools
@@ -21,10 +20,8 @@ import torch
 import torch.utils._pytree as pytree
 from nightly import NIGHTLY, in_turns
 from torch import nn
-from torch.nn.utils.rnn import PackedSequence
 
 import fzero as fz
-from fzero.base import pytree as trees
 from fzero.testing import assert_trees_close, run_ranks
 
 pytestmark = pytest.mark.usefixtures("hazards")
@@ -116,35 +113,19 @@ def module(made: Any) -> Case:
 
 @case
 def outputs_that_overlap() -> Case:
-    def body(q: Any, x: torch.Tensor) -> Any:
-        h = x @ q["w"]
-        return h, h[0], h.detach(), h[1:].detach()
-
-    unit = fz.unit(body)
-
-    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
-        h, row, same, rest = unit(p["blocks"][0], x)
-        return (h * same).sum() + (rest * h[1:]).sum() + row.sin().sum()
-
-    return pure(fn)
-
-
-def _viewing(q: Any, x: torch.Tensor) -> Any:
-    with torch.no_grad():
-        view = x[:, 1:]
-    h = torch.tanh(x @ q["w"])
-    return h, view, h[1:].detach()
-
-
-@case
-def views_without_gradients() -> Case:
-    unit = fz.unit(_viewing)
+    @fz.unit
+    def unit(q: Any, x: torch.Tensor) -> Any:
+        with torch.no_grad():
+            view = x[:, 1:]
+        h = torch.tanh(x @ q["w"])
+        return h, h[0], h.detach(), h[1:].detach(), view
 
     def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
         total: Any = 0.0
         for q in p["blocks"]:
-            x, view, rest = unit(q, x)
-            total = total + (x[:, 1:] * view).sum() + (x[1:] * rest).sum()
+            own = x
+            x, row, same, rest, view = unit(q, x)
+            total = total + (x * same).sum() + (rest * x[1:]).sum() + row.sin().sum() + (own[:, 1:] * view).sum()
         return total
 
     return pure(fn)
@@ -168,29 +149,6 @@ def complex_views_of_one_output() -> Case:
     return pure(fn)
 
 
-class Cache:
-    def __init__(self, h: torch.Tensor) -> None:
-        self.h = h
-
-
-trees.register(Cache, lambda cache: ((cache.h,), None), lambda _, children: Cache(*children))
-
-
-@case
-def containers_that_pytrees_know() -> Case:
-    @fz.unit
-    def unit(q: Any, kept: collections.deque[torch.Tensor], cache: Cache) -> Any:
-        new = torch.tanh(kept[-1] @ q["w"])
-        return collections.deque([*kept, new], maxlen=2), Cache(cache.h + new.mean())
-
-    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
-        kept, cache = collections.deque([x @ p["head"]], maxlen=2), Cache(x.sum())
-        for q in p["blocks"]:
-            kept, cache = unit(q, kept, cache)
-        return torch.stack([*kept]).square().mean() + cache.h
-
-    return pure(fn)
-
 
 class Tagged(torch.Tensor):
     factor = 3.0
@@ -205,33 +163,6 @@ def tensors_with_attributes() -> Case:
     def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
         h: Any = chain(unit)(p, (x * 1).as_subclass(Tagged))
         return h.square().mean().as_subclass(torch.Tensor)
-
-    return pure(fn)
-
-
-def _closing(how: str, scale: torch.Tensor, offset: list[torch.Tensor]) -> Callable[..., Any]:
-    def both(q: Any, x: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(x @ q["w"]) * s + offset[0]
-
-    def positional(s: torch.Tensor, q: Any, x: torch.Tensor) -> torch.Tensor:
-        return both(q, x, s)
-
-    return {
-        "variable": lambda q, x: both(q, x, scale),
-        "keyword": functools.partial(both, s=scale),
-        "bound": functools.partial(positional, scale),
-        "nested": lambda q, x: (lambda y: both(q, y, scale))(x),
-        "default": lambda q, x, s=scale: both(q, x, s),
-    }[how]
-
-
-@case
-def constants_that_units_close_over() -> Case:
-    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
-        for how in ("variable", "keyword", "bound", "nested", "default"):
-            for q in p["blocks"][:2]:
-                x = fz.unit(_closing(how, draw(4, seed=8), [draw(4, seed=9)]))(q, x)
-        return x.square().mean()
 
     return pure(fn)
 
@@ -292,24 +223,6 @@ def leaves_that_it_makes_itself() -> Case:
         return chain(own)(p, x @ p["head"]).square().mean()
 
     return fn, PARAMS, plain
-
-
-@case
-def what_escapes_a_derivative_inside() -> Case:
-    """Values of a level that has ended are constants."""
-
-    @fz.unit
-    def unit(q: Any, x: torch.Tensor) -> torch.Tensor:
-        seen: list[torch.Tensor] = []
-
-        def energy(y: torch.Tensor) -> torch.Tensor:
-            seen.append((y @ y.T).sin().sum())
-            return seen[-1]
-
-        slope = torch.func.grad(energy)(x.detach())
-        return torch.tanh((x + 0.1 * slope) @ q["w"]) * seen[0].detach()
-
-    return pure(lambda p, x: chain(unit)(p, x @ p["head"]).square().mean())
 
 
 @case
@@ -421,19 +334,6 @@ class ShallowCopy(Calls):
         return (other(x) + self.blocks[0](x)).square().mean()
 
 
-class OldWeightNorm(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        with quietly():
-            for block in self.blocks:
-                nn.utils.weight_norm(block.lin)  # type: ignore[arg-type]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x.square().mean()
-
-
 @case
 def functional_call_on_a_unit() -> Case:
     return module(FunctionalCall())
@@ -442,33 +342,6 @@ def functional_call_on_a_unit() -> Case:
 @case
 def a_shallow_copy_of_a_unit() -> Case:
     return module(ShallowCopy())
-
-
-@case
-def weights_that_a_hook_computes() -> Case:
-    return module(OldWeightNorm())
-
-
-class Projection(Block):
-    def forward(self, packed: Any) -> Any:
-        return packed._replace(data=super().forward(packed.data))
-
-
-class Sequences(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers: Any = filled(nn.ModuleList(Projection() for _ in range(3)))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = PackedSequence(torch.cat([x, 0.5 * x]), torch.tensor([2, 2, 2]))
-        for layer in self.layers:
-            h = layer(h)
-        return h.data.square().mean()
-
-
-@case
-def packed_sequences() -> Case:
-    return module(Sequences())
 
 
 class Regularised(Net):
@@ -584,16 +457,3 @@ def test_what_changes_before_a_second_run_is_refused(name: str) -> None:
         assert_trees_close(as_dicts(fz.gather(state.params)), before, rtol=0, atol=0)
 
     run_ranks(rank_main, 2)
-
-
-def all_of(rank: int, names: list[str]) -> None:
-    """Stage 1, which differs in its reductions only, for every sixth case; threads run all stages of each."""
-    for number, name in enumerate(names):
-        follows(rank, name, 2, (3,) if number % 6 else (1, 3))
-
-
-@in_turns(5, "on processes, as on threads")
-def test_on_real_processes() -> None:
-    """Every tenth case, nightly every third."""
-    names = list(CASES)[:: 3 if NIGHTLY else 10]
-    run_ranks(functools.partial(all_of, names=names), 2, backend="processes", timeout=200)

@@ -66,45 +66,6 @@ def error(c: Writer) -> None:
         c.do("except StopIteration:", f"    h = {log}[-1]")
 
 
-@feature("an input that is kept", remedy=True)
-def kept(c: Writer) -> None:
-    form, box = c.number(4), c.name("box")
-    if c.remedied:
-        c.do(f"{box} = h", f"h = {c.call(c.unit('h', _then(c), 'return h'), 'h')}")
-        c.do(f"h = 0.7 * h + 0.3 * torch.sin({box})")
-        return
-    made, keep, back = [
-        ("[]", "box.append(h)", "{}[0]"),
-        ("{}", "box['h'] = h", "{}['h']"),
-        ("SimpleNamespace()", "box.h = h", "{}.h"),
-        ("deque([None], maxlen=1)", "box.append(h)", "{}[0]"),
-    ][form]
-    block = c.unit("h, box", keep, _then(c), "return h")
-    c.effect(block)
-    c.do(f"{box} = {made}", f"h = {c.call(block, f'h, {box}')}", f"h = 0.7 * h + 0.3 * torch.sin({back.format(box)})")
-
-
-@feature("a deque that is filled", remedy=True)
-def filled(c: Writer) -> None:
-    kept, form = c.name("kept"), c.number(2)
-    w, b, _ = c.own()
-    if c.remedied and form:
-        block = c.unit("h, old", f"return h + 0.3 * torch.tanh(old @ {w} + {b})")
-        c.do(f"{kept} = {c.call(block, 'h, torch.cos(h)')}", f"h = {kept} + 0.1 * h")
-    elif c.remedied:
-        block = c.unit("h, old", "h = h + 0.1 * old", _then(c), f"return h, {AUX}")
-        c.do(f"h, {kept} = {c.call(block, 'h, torch.cos(h)')}", f"total = total + {kept}")
-    elif form:
-        block = c.unit("kept", f"kept.append(kept[-1] + 0.3 * torch.tanh(kept[0] @ {w} + {b}))")
-        c.do(f"{kept} = deque([torch.cos(h), h], maxlen=2)", c.call(block, kept), f"h = {kept}[-1] + 0.1 * {kept}[0]")
-    else:
-        block = c.unit("h, kept", "h = h + 0.1 * kept.popleft()", _then(c), f"kept.append({AUX})", "return h")
-        c.do(f"{kept} = deque([torch.cos(h)])", f"h = {c.call(block, f'h, {kept}')}")
-        c.do(f"total = total + sum({kept})")
-    if not c.remedied:
-        c.effect(block)
-
-
 @feature("a context variable around a call", remedy=True)
 def variable(c: Writer) -> None:
     var, token = c.name("var"), c.name("token")
@@ -119,68 +80,6 @@ def variable(c: Writer) -> None:
     c.do(f"{token} = {var}.set(0.5)", f"h = {c.call(block, 'h')}", f"{var}.reset({token})")
     if again:
         c.do(f"h = {c.call(block, 'h')}")
-
-
-@feature("attributes of a tensor", remedy=True)
-def on_tensor(c: Writer) -> None:
-    a, form = c.name("a"), c.number(3)
-    w, b, _ = c.own()
-    what = f"h + 0.3 * torch.tanh(h @ {w} + {b})"
-    if c.remedied:
-        last = ["return h * 0.9", f"return h, {AUX}", "return h, 0.1 * h.mean()"][form]
-        block = c.unit("h", f"h = {what}", last)
-        c.do(f"h = {c.call(block, 'h')}" if form == 0 else f"h, {a} = {c.call(block, 'h')}")
-        c.do(*[f"total = total + {a}"][: form > 0])
-    elif form == 0:
-        block = c.unit("h", f"return ({what}) * h.factor")
-        c.do(f"{a} = h * 1.0", f"{a}.factor = 0.9", f"h = {c.call(block, a)}")
-    elif form == 1:
-        block = c.unit("h", f"out = {what}", "out.note = [0.1 * out.square().mean()]", "return out")
-        c.do(f"{a} = {c.call(block, 'h')}", f"total = total + {a}.note[0]", f"h = {a} * 1.0")
-    else:
-        block = c.unit("h", f"out = {what}", "h.seen = out.mean()", "return out")
-        c.do(f"{a} = h * 1.0", f"h = {c.call(block, a)}", f"total = total + 0.1 * {a}.seen")
-
-
-@feature("generators and counters that are not torch's", rows=False, remedy=True)
-def counters(c: Writer) -> None:
-    of = c.name("of")
-    w, b, _ = c.own()
-    made, draw = [
-        ("random.Random(3)", "of.random()"),
-        ("np.random.default_rng(3)", "float(of.random())"),
-        ("np.random.RandomState(3)", "float(of.rand())"),
-        ("np.zeros(2)", "float(of[1])"),
-    ][c.number(4)]
-    first = ["of[1] += 0.3"] if made.startswith("np.z") else []
-    body = f"* torch.tanh(h @ {w} + {b})"
-    args, lines = ("h, k", [f"return h + k {body}"]) if c.remedied else ("h, of", [*first, f"return h + {draw} {body}"])
-    block = c.unit(args, *lines)
-    c.do(f"{of} = {made}")
-    for _ in range(1 + c.number(2)):
-        if c.remedied:
-            c.do(*[line.replace("of[", f"{of}[") for line in first])
-            c.do(f"h = {c.call(block, 'h, ' + draw.replace('of', of))}")
-        else:
-            c.do(f"h = {c.call(block, f'h, {of}')}")
-    if not c.remedied:
-        c.effect(block)
-
-
-@feature("an iterator that a unit takes from", remedy=True)
-def iterator(c: Writer) -> None:
-    of = c.name("of")
-    w, b, _ = c.own()
-    what = f"h + 0.3 * torch.tanh(h @ {w} + {b})"
-    if c.remedied or c.number(4):  # outside, as the refusal says
-        block = c.unit("h, factor", f"return {what} * factor")
-        c.do(f"{of} = iter([0.8, 0.9, 1.1])", f"h = {c.call(block, f'h, next({of})')}")
-        c.do(f"h = {c.call(block, f'h, factor=next({of})')}")
-    else:
-        block = c.unit("h, box", f"return {what} * next(box.scale)")
-        c.effect(block)
-        c.do(f"{of} = Config(iter([0.8, 0.9, 1.1]))", f"h = {c.call(block, f'h, {of}')}")
-        c.do(f"h = {c.call(block, f'h, {of}')}")
 
 
 @feature("an argument given twice", remedy=True)

@@ -66,64 +66,6 @@ def takes_everything(c: Writer) -> None:
     c.do(f"{held}.scale = {given}", f"h = {c.call(block, 'h')}", f"{held}.scale = None")
 
 
-@feature("an array of objects", remedy=True)
-def objects(c: Writer) -> None:
-    kept, form = c.name("kept"), c.number(3)
-    v = _what(c, "v")
-    if c.remedied and form == 0:
-        c.do(f"h = {c.call(c.unit('h, v', f'return h + {v}'), 'h, torch.sin(h)')}")
-    elif c.remedied:
-        block = c.unit("h", f"return h * 0.9, h + {_what(c)}")
-        c.do(f"h, {kept} = {c.call(block, 'h')}", f"h = h + 0.1 * {kept}")
-    elif form == 0:
-        block = c.unit("kept", f"return kept[0] + {_what(c, 'kept[1]')}")
-        c.do(f"{kept} = np.empty(2, dtype=object)", f"{kept}[0], {kept}[1] = h, torch.sin(h)")
-        c.do(f"h = {c.call(block, kept)}")
-    elif form == 1:
-        block = c.unit("h, kept", f"kept[1] = h + {_what(c)}", "return h * 0.9")
-        c.do(f"{kept} = np.empty(2, dtype=object)", f"h = {c.call(block, f'h, {kept}')}", f"h = h + 0.1 * {kept}[1]")
-    else:
-        block = c.unit("h, kept", f"kept[0] = kept[0] + {_what(c, 'kept[0]')}", "return h * 0.9")
-        c.do(f"{kept} = np.empty(1, dtype=object)", f"{kept}[0] = h")
-        c.do(f"h = {c.call(block, f'h, {kept}')}", f"h = h + 0.1 * {kept}[0]")
-    if not c.remedied:
-        c.effect(block)
-
-
-@feature("a tuple of a class of its own", remedy=True)
-def records(c: Writer) -> None:
-    """In and out, with what it has beside its items."""
-    form, r = c.number(4), c.name("r")
-    if c.remedied:
-        v = _what(c)
-        returned = [f"h, {v}", v, f"h * 0.4, {v}", v][form]
-        made = c.call(c.unit("h", f"return {returned}"), "h")
-        if form == 0:
-            block = c.unit("h, v", f"return h + {_what(c, 'v')}")
-            c.do(f"h, {r} = {made}", f"h = {c.call(block, f'h, {r}')}")
-        else:
-            use = [f"2 * {r} * torch.sin({r}) + 0.1 * {r}", f"{r}[0] + {r}[1]", f"{r} * 0.5"][form - 1]
-            c.do(f"{r} = {made}", f"h = h + {use}")
-        return
-    if form == 0:
-        made = c.unit("h", f"return Row((h, {_what(c)}))")
-        block = c.unit("r", f"return r[0] + {_what(c, 'r[1]')}")
-        c.effect(made)
-        c.do(f"h = {c.call(block, c.call(made, 'h'))}")
-    elif form == 1:
-        made = c.unit("h", f"r = Record({_what(c)})", "r.note = torch.sin(r.h)", "return r")
-        c.effect(made)
-        c.do(f"{r} = {c.call(made, 'h')}", f"h = h + {r}.k * {r}.note + 0.1 * {r}[0]")
-    elif form == 2:  # an attribute that a unit sets
-        block = c.unit("r", f"r.note = {_what(c, 'r.h')}", "return r.k * 0.2")
-        c.effect(block)
-        c.do(f"{r} = Record(h)", f"h = h + {c.call(block, r)} + {r}.note")
-    else:  # given back
-        block = c.unit("r", f"r.note = {_what(c, 'r.h')}", "return r")
-        c.effect(block)
-        c.do(f"{r} = Record(h)", f"{r} = {c.call(block, r)}", f"h = {r}.h + {r}.note * 0.5")
-
-
 @feature("an embedding with sparse gradients", nests=False, weight=1.5)
 def sparse(c: Writer) -> None:
     form = c.number(3)
@@ -138,7 +80,7 @@ def sparse(c: Writer) -> None:
     c.do(f"h = {c.call(block, 'h, k')}")
 
 
-@feature("a checkpoint around a unit", autograd=True, remedy=True)
+@feature("a checkpoint around a unit", kinds="pure", checkpoints=True, weight=1.8, remedy=True)
 def around_unit(c: Writer) -> None:
     """Refused: fz.remat recomputes units."""
     block = c.unit("h", f"return h + {_what(c)}")

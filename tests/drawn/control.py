@@ -96,7 +96,7 @@ def no_grad(c: Writer) -> None:
         c.do("with torch.no_grad():", f"    {m} = {c.call(block, 'h')}", f"h = h + 0.1 * {m}")
 
 
-@feature("torch.utils.checkpoint over a unit's own weights", autograd=True, weight=1.3, remedy=True)
+@feature("torch.utils.checkpoint over a unit's own weights", checkpoints=True, weight=1.3, remedy=True)
 def checkpointed(c: Writer) -> None:
     """Refused where derivatives nest and in fz.tape: there the function is written without, and fz.remat recomputes."""
     w, b, _ = c.own()

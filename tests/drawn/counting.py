@@ -15,15 +15,13 @@ class Report:
     """One program's fate, as it travels from a worker.
 
     Attributes:
-        remedied: where it was refused, what was changed until it was equal; None where nothing helped.
-        dropped: verbs of actions that plain torch refused.
+        remedied: whether it was refused and is equal as a refusal tells to write it.
     """
 
     program: Program
     verdict: Verdict
     backend: str = "threads"
-    remedied: tuple[str, ...] | None = None
-    dropped: tuple[str, ...] = ()
+    remedied: bool = False
 
 
 def traits(program: Program) -> Iterator[str]:
@@ -49,16 +47,14 @@ class Tally:
     features: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     around: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     reasons: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
-    remedies: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    hopeless: Counter[str] = field(default_factory=Counter)  # refused without a remedy that works, by reason
     seeds: dict[tuple[str, str], list[int]] = field(default_factory=lambda: defaultdict(list))
-    dropped: Counter[str] = field(default_factory=Counter)
     told: Counter[str] = field(default_factory=Counter)  # features drawn as a refusal tells to write them
 
     def add(self, report: Report) -> None:
         kind, reason = report.verdict.kind, report.verdict.reason
         self.kinds[kind] += 1
         self.backends[report.backend] += 1
-        self.dropped.update(report.dropped)
         if kind == "uncounted":
             self.reasons[kind][reason] += 1
             return
@@ -70,11 +66,7 @@ class Tally:
         if kind != "equal":
             self.reasons[kind][reason] += 1
             self.seeds[kind, reason].append(report.program.seed)
-        if kind == "refused":
-            if report.remedied is None:
-                self.remedies[reason]["no remedy found"] += 1
-            else:
-                self.remedies[reason].update(report.remedied)
+        self.hopeless[reason] += kind == "refused" and not report.remedied
 
     @property
     def counted(self) -> int:
@@ -104,11 +96,8 @@ class Tally:
                 out.append(f"  {count:6}  {reason}")
                 if self.seeds[kind, reason]:
                     out.append(f"          seeds {' '.join(map(str, self.seeds[kind, reason][:seeds]))}")
-                if kind == "refused":
-                    found = ", ".join(f"{what} ({n})" for what, n in self.remedies[reason].most_common(6))
-                    out.append(f"          remedied by {found}")
-        if self.dropped:
-            out += ["", f"actions that plain torch refuses: {dict(self.dropped)}"]
+                if kind == "refused" and self.hopeless[reason]:
+                    out.append(f"          without a remedy: {self.hopeless[reason]}")
         return "\n".join(out)
 
     def _rows(self, title: str, rows: dict[str, Counter[str]]) -> list[str]:

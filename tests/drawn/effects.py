@@ -48,20 +48,6 @@ def appended(c: Writer) -> None:
     c.do(f"{log} = []", f"h = {c.call(block, f'h, {log}')}", f"total = total + sum({log})")
 
 
-@feature("a list attribute that is appended to", remedy=True)
-def list_attribute(c: Writer) -> None:
-    if c.remedied:
-        return _told(c)
-    log = c.name("log")
-    if c.pure:
-        block = c.unit("h, box", _then(c), f"box.scale.append({AUX})", "return h")
-        c.do(f"{log} = Config([])", f"h = {c.call(block, f'h, {log}')}", f"total = total + sum({log}.scale)")
-    else:
-        block = c.unit("h", _then(c), f"self.log.append({AUX})", "return h")
-        c.do(f"self.blocks[{block}].log = {log} = []", f"h = {c.call(block, 'h')}", f"total = total + sum({log})")
-    c.effect(block)
-
-
 @feature("a dict argument that is filled", remedy=True)
 def filled(c: Writer) -> None:
     if c.remedied:
@@ -108,24 +94,6 @@ def dataclass_out(c: Writer) -> None:
     c.do(f"{carry} = {c.call(block, 'h')}", f"h = {carry}.h", f"total = total + {carry}.penalty")
 
 
-@feature("a SimpleNamespace that is filled or read", remedy=True)
-def simple(c: Writer) -> None:
-    if c.remedied:
-        return _told(c)
-    box, form = c.name("box"), c.number(3)
-    w, b, _ = c.own()
-    if form == 0:
-        block = c.unit("h, box", _then(c), f"box.aux = {AUX}", "return h")
-        c.do(f"{box} = SimpleNamespace()", f"h = {c.call(block, f'h, {box}')}", f"total = total + {box}.aux")
-    elif form == 1:
-        block = c.unit("box", f"box.h = box.h + 0.3 * torch.tanh(box.h @ {w} + {b})", "h = box.h", f"return {AUX}")
-        c.do(f"{box} = SimpleNamespace(h=h)", f"total = total + {c.call(block, box)}", f"h = {box}.h")
-    else:
-        block = c.unit("h", _then(c), f"return SimpleNamespace(h=h, aux={AUX})")
-        c.do(f"{box} = {c.call(block, 'h')}", f"h = {box}.h", f"total = total + {box}.aux")
-    c.effect(block)
-
-
 @feature("an attribute that the parent sets before the call", kinds="module", weight=2.0, remedy=True)
 def attribute_before(c: Writer) -> None:
     w, b, _ = c.own()
@@ -161,30 +129,6 @@ def stash(c: Writer) -> None:
         c.do(f"h = {c.call(first, 'h')}", f"h = {c.call(second, 'h')}")
     if not c.remedied:
         c.effect(first)
-
-
-@feature("a counter", rows=False, remedy=True)
-def counter(c: Writer) -> None:
-    w, b, _ = c.own()
-    calls = c.name("calls")
-    body = f"return h + 0.3 * torch.tanh(h @ {w} + {b}) * "
-    if c.remedied:
-        block = c.unit("h, calls", body + "(1 + 0.1 * calls)")
-        if c.pure:
-            c.top.append(f"{calls} = Config(0)")
-            c.do(f"{calls}.scale += 1", f"h = {c.call(block, f'h, {calls}.scale')}")
-        else:
-            c.init.append(f"self.{calls} = 0")
-            c.do(f"self.{calls} += 1", f"h = {c.call(block, f'h, self.{calls}')}")
-    elif c.pure:
-        c.top.append(f"{calls} = Config(0)")
-        block = c.unit("h", f"{calls}.scale += 1", body + f"(1 + 0.1 * {calls}.scale)")
-        c.do(f"h = {c.call(block, 'h')}")
-    else:
-        block = c.unit("h", "self.calls += 1", body + "(1 + 0.1 * self.calls)", init=["self.calls = 0"])
-        c.do(f"h = {c.call(block, 'h')}")
-    if not c.remedied:
-        c.effect(block)
 
 
 @feature("a buffer that is assigned", kinds="module", rows=False, weight=2.4, remedy=True)

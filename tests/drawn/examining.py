@@ -33,8 +33,5 @@ def on_processes(seeds: Sequence[int]) -> list[Report]:
 
 
 def report(program: Program, verdict: Verdict, backend: str) -> Report:
-    remedied = None
-    if verdict.kind == "refused":
-        found = remedy(program, verdict, run)
-        remedied = found.changes if found.works else None
+    remedied = verdict.kind == "refused" and remedy(program, verdict, run) is not None
     return Report(program, verdict, backend, remedied)

@@ -84,6 +84,10 @@ class Program:
         return all(feature.nests for feature in self.features)
 
     @property
+    def checkpoints(self) -> bool:
+        return any(feature.checkpoints for feature in self.features)
+
+    @property
     def rows(self) -> bool:
         """Whether every row of the batch is treated by itself: then microbatches and single examples mean something."""
         return all(feature.rows for feature in self.features)
@@ -99,7 +103,7 @@ class Feature:
         kinds: of models that can have it.
         forms: of outputs that can have it.
         rows: whether it treats every row of the batch by itself.
-        autograd: whether torch.func refuses it outside of units, and autograd does not: torch.utils.checkpoint.
+        checkpoints: whether it calls torch.utils.checkpoint, which only units may, and which torch does not map.
         nests: whether a derivative of a derivative has one answer: what is done under no_grad counts as constant for
             autograd's double backward, and for torch.func only at the innermost level.
         weight: how often it is drawn, relative to others: more often where plain torch refuses it often.
@@ -111,7 +115,7 @@ class Feature:
     kinds: tuple[str, ...] = KINDS
     forms: tuple[str, ...] = FORMS
     rows: bool = True
-    autograd: bool = False
+    checkpoints: bool = False
     nests: bool = True
     weight: float = 1.0
     remedy: bool = False
@@ -126,7 +130,7 @@ def feature(
     kinds: str = "pure module",
     forms: str = "scalar aux outputs",
     rows: bool = True,
-    autograd: bool = False,
+    checkpoints: bool = False,
     nests: bool = True,
     weight: float = 1.0,
     remedy: bool = False,
@@ -136,7 +140,7 @@ def feature(
     def enter(write: Callable[[Writer], None]) -> Callable[[Writer], None]:
         assert name not in FEATURES
         FEATURES[name] = Feature(
-            name, write, tuple(kinds.split()), tuple(forms.split()), rows, autograd, nests, weight, remedy
+            name, write, tuple(kinds.split()), tuple(forms.split()), rows, checkpoints, nests, weight, remedy
         )
         return write
 

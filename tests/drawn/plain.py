@@ -6,7 +6,6 @@ Modules are called by torch.func.functional_call on the real module, one for eac
 from __future__ import annotations
 
 import fnmatch
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import CodeType
@@ -43,33 +42,23 @@ def paths_of(tree: Any) -> list[str]:
 class Plain:
     """`actions.Component` over all ranks: what differs between ranks is noted as a list with one entry for each.
 
-    Args:
-        autograd: differentiate by torch.autograd instead of torch.func. Without, torch.utils.checkpoint is a plain call
-            in what are units for fzero, which differentiates those by autograd; elsewhere it is what torch makes of it.
+    torch.utils.checkpoint, which torch.func refuses, is a plain call: programs have it in units alone.
     """
 
-    def __init__(self, program: Program, code: CodeType, counted: bool, autograd: bool = False) -> None:
-        self.program, self.counted, self.seen, self.autograd = program, counted, [], autograd
+    def __init__(self, program: Program, code: CodeType, counted: bool) -> None:
+        self.program, self.counted, self.seen = program, counted, []
         self.fns: list[Callable[..., Any]] = []
         params: Any = None
         without_grad: set[str] = set()
         for _ in range(program.world):
             modules: list[nn.Module] = []
 
-            checkpointing = Checkpointing()
-
-            def functional(
-                module: nn.Module, modules: list[nn.Module] = modules, checkpointing: Checkpointing = checkpointing
-            ) -> Callable[..., Any]:
+            def functional(module: nn.Module, modules: list[nn.Module] = modules) -> Callable[..., Any]:
                 modules.append(module)
-                checkpointing.watch(module, program.units)
-                if self.autograd:
-                    return lambda p, *inputs: _placed(module, p)(*inputs)
                 return lambda p, *inputs: torch.func.functional_call(module, p, inputs)
 
             names = namespace(program.seed, lambda fn: fn, functional, _sum_over)
-            if not autograd:
-                names["checkpoint"] = checkpointing.checkpoint
+            names["checkpoint"] = lambda fn, *args, use_reentrant: fn(*args)
             exec(code, names)
             self.fns.append(names["fn"])
             if modules:
@@ -131,10 +120,7 @@ class Plain:
             return tuple(flat[i] for i in box["real"]), tuple(flat[i] for i in box["rest"])
 
         given = [inputs[i] for i in wanted]
-        if self.autograd:
-            real, pull, rest = _by_autograd(function, trained, given)
-        else:
-            real, pull, rest = torch.func.vjp(function, trained, given, has_aux=True)  # type: ignore[misc]
+        real, pull, rest = torch.func.vjp(function, trained, given, has_aux=True)  # type: ignore[misc]
         flat = box["flat"]
         for i, o in [*zip(box["real"], real, strict=True), *zip(box["rest"], rest, strict=True)]:
             flat[i] = o.detach()
@@ -256,13 +242,7 @@ class Plain:
         for rank in range(self.program.world):
             trained, filled = self._split(state.leaves)
             loss = self._loss(rank, filled, self._inputs(call, rank))
-            if self.autograd:
-                trained = [leaf.requires_grad_() for leaf in trained]
-                first = torch.autograd.grad(loss(trained), trained, create_graph=True, materialize_grads=True)
-                product = sum((g * v).sum() for g, v in zip(first, grads, strict=True))
-                found.append(torch.autograd.grad(product, trained, materialize_grads=True))  # type: ignore[arg-type]
-            else:
-                found.append(torch.func.vjp(torch.func.grad(loss), trained)[1](grads)[0])  # type: ignore[misc]
+            found.append(torch.func.vjp(torch.func.grad(loss), trained)[1](grads)[0])  # type: ignore[misc]
         self.see("hvp", self._mean(found))
 
     def examples(self, state: State, call: int) -> None:
@@ -281,36 +261,6 @@ class Plain:
         self.see("params", list(state.leaves))
 
 
-class Checkpointing:
-    """torch.utils.checkpoint for torch.func, which refuses it: fzero lets units have it, and only units."""
-
-    def __init__(self) -> None:
-        self._units = math.inf  # calls of units that run: in pure functions everything that checkpoints is one
-
-    def watch(self, module: nn.Module, units: Sequence[str] | None) -> None:
-        """Counts the calls of those blocks of a module that are units."""
-
-        def count(by: int) -> None:
-            self._units += by
-
-        self._units = 0
-        for path, block in module.named_modules():
-            if path.startswith("blocks.") and (units is None or any(_matches(path, pattern) for pattern in units)):
-                block.register_forward_pre_hook(lambda *_: count(1), prepend=True)
-                block.register_forward_hook(lambda *_: count(-1), always_call=True)
-
-    def checkpoint(self, fn: Callable[..., Any], *args: Any, use_reentrant: bool) -> Any:
-        transformed = torch._C._functorch.peek_interpreter_stack() is not None  # type: ignore[attr-defined]
-        if self._units or not transformed:
-            return fn(*args)
-        return torch.utils.checkpoint.checkpoint(fn, *args, use_reentrant=use_reentrant)
-
-
-def _matches(path: str, pattern: str) -> bool:
-    """Whether a module is a unit, or an element of a list that is one."""
-    return fnmatch.fnmatchcase(path, pattern) or path.startswith(f"{pattern}.")
-
-
 @dataclass
 class _Run:
     out: Any
@@ -318,31 +268,6 @@ class _Run:
     real: Flat
     places: list[int]
     pull: Callable[..., Any]
-
-
-def _by_autograd(function: Callable[..., Any], leaves: Flat, given: Flat) -> Any:
-    """What torch.func.vjp returns, for functions that it refuses (torch.utils.checkpoint)."""
-    leaves, given = ([t.detach().clone().requires_grad_() for t in flat] for flat in (leaves, given))
-    real, rest = function(leaves, given)
-
-    def pull(cotangents: Sequence[torch.Tensor], retain_graph: bool) -> tuple[Flat, Flat]:
-        pairs = [(o, ct) for o, ct in zip(real, cotangents, strict=True) if o.requires_grad]
-        found = torch.autograd.grad(
-            [o for o, _ in pairs], [*leaves, *given], [ct for _, ct in pairs], retain_graph=True, materialize_grads=True
-        )
-        return list(found[: len(leaves)]), list(found[len(leaves) :])
-
-    return real, pull, rest
-
-
-def _placed(module: nn.Module, params: dict[str, torch.Tensor]) -> nn.Module:
-    """The module with these params in place for good: a checkpoint reads them again in the backward pass."""
-    names = {id(p): name for name, p in module.named_parameters()}
-    for owner in module.modules():
-        for name, p in owner._parameters.items():
-            if p is not None:
-                owner._parameters[name] = params[names[id(p)]]  # type: ignore[assignment]
-    return module
 
 
 def _detached(leaf: Any) -> Any:

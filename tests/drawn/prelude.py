@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import collections
 import contextvars
 import functools
-import random
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
@@ -99,24 +96,6 @@ class Scaled(torch.autograd.Function):
         return cotangent @ w.T, x.T @ cotangent
 
 
-class Row(tuple[Any, ...]):
-    """A tuple with a name."""
-
-
-class _Fields(NamedTuple):
-    h: torch.Tensor
-    k: torch.Tensor
-
-
-class Record(_Fields):
-    """A constructor of its own, and attributes."""
-
-    note: Any
-
-    def __new__(cls, h: torch.Tensor) -> Record:
-        return super().__new__(cls, h, 2 * h)
-
-
 class Doubling(torch.overrides.TorchFunctionMode):
     """Inside, torch.tanh is twice what it was."""
 
@@ -143,9 +122,6 @@ def namespace(seed: int, unit: Callable[..., Any], functional: Callable[..., Any
         "checkpoint": torch.utils.checkpoint.checkpoint,
         "SimpleNamespace": SimpleNamespace,
         "tree_leaves": tree_leaves,
-        "random": random,
-        "np": np,
-        "deque": collections.deque,
         "functools": functools,
         "ContextVar": contextvars.ContextVar,
         "Config": Config,
@@ -154,8 +130,6 @@ def namespace(seed: int, unit: Callable[..., Any], functional: Callable[..., Any
         "Cube": Cube,
         "Scaled": Scaled,
         "Doubling": Doubling,
-        "Row": Row,
-        "Record": Record,
         "draw": lambda name, *shape: draw(seed, name, *shape),
         "leaf": lambda name, *shape: nn.Parameter(draw(seed, name, *shape)),
         "Table": lambda name, *shape: Table(nn.Parameter(draw(seed, name, *shape))),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import functools
 import linecache
@@ -63,11 +62,8 @@ def run_plain(program: Program) -> Wanted:
         actions = [(i, a) for i, a in enumerate(program.actions) if i not in dict(refused)]
         if not actions:
             return Wanted(program, refused=refused[0][1])
-        checkpoints = any(feature.autograd for feature in program.features)
         plain = Plain(program, code, counted)
         stopped = _acted(plain, actions)
-        if stopped is None and checkpoints:  # which torch.func refuses outside of units, so autograd must accept them
-            stopped = _acted(Plain(program, code, counted, autograd=True), actions)
         if stopped is not None:
             refused.append(stopped)
         else:
@@ -92,8 +88,7 @@ def _acted(plain: Plain, actions: Sequence[tuple[int, Action]]) -> tuple[int, st
 def run_sharded(wanted: Wanted, code: CodeType, counted: bool, rank: int) -> Seen:
     """fzero's run on one rank; what it saw."""
     program = wanted.program
-    hazards: Any = getattr(fz.testing, "hazards", None)
-    with hazards(seed=program.seed) if hazards else contextlib.nullcontext():
+    with fz.testing.hazards(seed=program.seed):
         sharded = Sharded(program, code, counted, rank, wanted.cotangents[rank])
         state: Any = sharded.start
         sharded.start = None

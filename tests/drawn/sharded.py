@@ -15,7 +15,7 @@ from torch import nn
 import fzero as fz
 from drawn import actions, optimizers
 from drawn.language import Program
-from drawn.plain import _sum_over, frozen_pattern, is_real
+from drawn.plain import frozen_pattern, is_real
 from drawn.prelude import namespace
 from fzero.engine import activations
 
@@ -66,7 +66,7 @@ class Sharded:
             made.append(params)
             return apply
 
-        names = namespace(program.seed, fz.unit, functional, getattr(fz, "sum_over", _sum_over))
+        names = namespace(program.seed, fz.unit, functional, fz.sum_over)
         exec(code, names)
         step = fz.train_step(
             names["fn"], optimizers.of_fzero(program.optimizer), units=program.units, has_aux=program.form == "aux"

@@ -3,60 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
-from drawn.language import NUMBERS, Action, Program, Statement
+from drawn.language import NUMBERS, Action, Program
 
 
 def smaller(program: Program) -> Iterator[Program]:
     """Programs with one thing less, the largest steps first."""
-    statements, actions = program.statements, program.actions
-    half = len(statements) // 2
+    half = len(program.statements) // 2
     if half > 1:
-        yield program.replace(statements=statements[:half])
-        yield program.replace(statements=statements[half:])
-    for i in range(len(statements)):
-        yield program.replace(statements=(*statements[:i], *statements[i + 1 :]))
-    for i in range(len(actions)):
-        if len(actions) > 1:
-            yield program.replace(actions=(*actions[:i], *actions[i + 1 :]))
-    for name in program.transforms:
-        yield program.replace(transforms=tuple(t for t in program.transforms if t != name))
-    for world in range(1, program.world):
-        yield program.replace(world=world, stage=program.stage)
-    if program.units is not None:
-        yield program.replace(units=None)
-    if program.optimizer != "sgd":
-        yield program.replace(optimizer="sgd")
-    if program.plain > 1:
-        yield program.replace(plain=program.plain - 1)
-    if program.form != "scalar":
-        yield program.replace(form="scalar")
-    if program.stage != 3:
-        yield program.replace(stage=3)
-    for verb in ("forward", "vjp", "step"):
-        if (
-            len(actions) == 1
-            and actions[0].verb not in ("forward", "vjp", verb)[: ("forward", "vjp", "step").index(verb) + 1]
-        ):
+        yield program.replace(statements=program.statements[:half])
+        yield program.replace(statements=program.statements[half:])
+    for name in ("statements", "actions", "transforms"):
+        whole = getattr(program, name)
+        for i in range(len(whole)):
+            if name != "actions" or len(whole) > 1:
+                yield program.replace(**{name: (*whole[:i], *whole[i + 1 :])})
+    simpler: dict[str, Any] = {"world": range(1, program.world), "plain": range(1, program.plain)}
+    simpler |= {"units": [None], "optimizer": ["sgd"], "form": ["scalar"], "stage": [3]}
+    for name, values in simpler.items():
+        for value in values:
+            if value != getattr(program, name):
+                yield program.replace(**{name: value})
+    order = ("forward", "vjp", "step")
+    for verb in order:
+        if len(program.actions) == 1 and program.actions[0].verb not in order[: order.index(verb) + 1]:
             yield program.replace(actions=(Action(verb),))
-    zero = (0,) * NUMBERS
-    for i, action in enumerate(actions):
-        if action.numbers != zero:
-            yield program.replace(actions=(*actions[:i], action._replace(numbers=zero), *actions[i + 1 :]))
-    for i, statement in enumerate(statements):
-        for changed in _simpler(statement):
-            yield program.replace(statements=(*statements[:i], changed, *statements[i + 1 :]))
+    for name in ("actions", "statements"):
+        whole = getattr(program, name)
+        for i, one in enumerate(whole):
+            for numbers in _simpler(one.numbers):
+                yield program.replace(**{name: (*whole[:i], one._replace(numbers=numbers), *whole[i + 1 :])})
 
 
-def _simpler(statement: Statement) -> Iterator[Statement]:
-    zero = (0,) * NUMBERS
-    if statement.numbers != zero:
-        yield statement._replace(numbers=zero)
-    for place, number in enumerate(statement.numbers):
+def _simpler(numbers: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    if any(numbers):
+        yield (0,) * NUMBERS
+    for place, number in enumerate(numbers):
         if number:
-            changed = (*statement.numbers[:place], 0, *statement.numbers[place + 1 :])
-            if changed != zero:
-                yield statement._replace(numbers=changed)
+            yield (*numbers[:place], 0, *numbers[place + 1 :])
 
 
 def shrunk(program: Program, shows: Callable[[Program], bool], most: int = 300) -> Program:

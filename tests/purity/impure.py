@@ -56,7 +56,7 @@ def store() -> Any:
     s.constant, s.row = torch.ones(4, dtype=F64), torch.ones(2, 4, dtype=F64)
     s.numbers, s.own, s.generator = itertools.count(), random.Random(0), torch.Generator()
     s.numpy, s.array, s.weak = np.random.default_rng(0), np.ones(4), weakref.WeakKeyDictionary()
-    s.holder, s.values, s.cycle = Holder(), {}.values(), itertools.cycle([1.0, 2.0])
+    s.objects, s.holder, s.cycle = np.empty(1, dtype=object), Holder(), itertools.cycle([1.0, 2.0])
     s.rows = iter([torch.ones(4, dtype=F64) * i for i in range(1000)])
     return s
 
@@ -217,7 +217,9 @@ IMPURE: dict[str, dict[str, Any]] = {
         "a view": lambda s, p, x: then(p, x, s.list.append((x @ p["w"])[0])),
         "a detached one": lambda s, p, x: then(p, x, s.list.append((x @ p["w"]).detach())),
         "a leaf": lambda s, p, x: then(p, x, s.list.append(p["w"])),
+        "an input": lambda s, p, x: then(p, x, s.list.append(x)),
         "an output": lambda s, p, x: s.list.append(linear(p, x)) or s.list[-1],
+        "an array of objects": lambda s, p, x: then(p, x, s.objects.__setitem__(0, x * 2)),
         "a cycle": lambda s, p, x: then(p, x, s.list.append([s.list, x * 2])),
         "in an error": raises_a_tensor,
         "an array": lambda s, p, x: then(p, x, s.list.append((x.detach() * 2).numpy())),

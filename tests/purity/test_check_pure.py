@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from nightly import in_turns
-from torch import nn
 
 import fzero as fz
 from fzero.testing import run_ranks
@@ -99,56 +97,3 @@ def test_a_table_that_is_made_once() -> None:
 
     (report,) = checked(body, "ZeRO-3")
     assert [own.captured for own in report.units] == [1, 1]
-
-
-def test_a_tensor_that_is_differentiated() -> None:
-    """Closed over by a unit it would have no gradient; by the step's function it may have one."""
-
-    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
-        scale = p["g"] * 2
-        return fz.unit(lambda q, x: torch.tanh(x @ q["w"]) * scale)(p["blocks"][0], x).sum()
-
-    step = fz.shard_zero3(fz.train_step(fn, fz.sgd(0.1)))
-
-    def rank_main(rank: int) -> None:
-        with pytest.raises(ValueError, match=r"'blocks.0' closes over a tensor of shape \(4,\) .*test_check_pure.py"):
-            fz.check_pure(step, step.init(params()), X)
-
-    run_ranks(rank_main, 2)
-
-
-def test_the_function_itself() -> None:
-    kept: list[torch.Tensor] = []
-    leaks = fz.train_step(lambda p, x: (kept.append(h := x @ p["w"]), h.sum())[1], fz.sgd(0.1))
-    with pytest.raises(ValueError, match=r"step: the function keeps a tensor .*test_check_pure.py"):
-        fz.check_pure(leaks, leaks.init({"w": torch.ones(4, 4, dtype=F64)}), X)
-    ticks = fz.train_step(lambda p, x: (x @ p["w"]).sum() * random.random(), fz.sgd(0.1))
-    with pytest.raises(ValueError, match=r"step: the function calls mul.*test_check_pure.py"):
-        fz.check_pure(ticks, ticks.init({"w": torch.ones(4, 4, dtype=F64)}), X)
-
-
-def test_modules() -> None:
-    class Block(nn.Module):
-        def __init__(self, keeps: bool) -> None:
-            super().__init__()
-            self.lin, self.norm, self.keeps = nn.Linear(4, 4), nn.LayerNorm(4), keeps
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            h = torch.tanh(self.lin(self.norm(x)))
-            if self.keeps:
-                self.last = h
-            return x + h
-
-    for keeps in (False, True):
-        apply, own = fz.functional(nn.Sequential(Block(False), Block(keeps)).double())
-
-        def rank_main(rank: int, apply: Any = apply, own: Any = own, keeps: bool = keeps) -> None:
-            step = fz.shard_zero3(fz.train_step(lambda p, x: apply(p, x).square().mean(), fz.sgd(0.1)))
-            state = step.init(own)
-            if keeps:
-                with pytest.raises(ValueError, match=r"Unit '1' keeps a tensor .*h = torch.tanh"):
-                    fz.check_pure(step, state, X)
-            else:
-                assert len(fz.check_pure(step, state, X).units) == 2
-
-        run_ranks(rank_main, 2)

@@ -32,6 +32,9 @@ Tensor = torch.Tensor
 RANKS = 2
 
 
+Kind = Callable[[Tensor], Tensor]  # of a differentiated tensor of shape (ranks, 3)
+
+
 def _world() -> dist.ProcessGroup:
     group = dist.group.WORLD
     assert group is not None
@@ -42,16 +45,27 @@ def _parts(h: Tensor) -> list[Tensor]:
     return [torch.zeros_like(h) for _ in range(dist.get_world_size())]
 
 
-def _next() -> int:
-    return (dist.get_rank() + 1) % dist.get_world_size()
+def _is_first() -> bool:
+    return dist.get_rank() == 0
 
 
-def _late(work: object) -> None:
-    work.wait()  # type: ignore[attr-defined]
+def on_it(call: Callable[[Tensor], object]) -> Kind:
+    """A kind that communicates in place."""
+    return lambda h: (call(h), h)[1]
 
 
-# ---- what is refused, beside what programs are drawn of: each takes a
-# differentiated tensor of shape (ranks, 3) and gives one
+def into(call: Callable[[Tensor, Tensor], object]) -> Kind:
+    """A kind that communicates into a tensor of its own, which it adds."""
+
+    def kind(h: Tensor) -> Tensor:
+        out = torch.zeros_like(h)
+        call(out, h)
+        return h + out
+
+    return kind
+
+
+# ---- what is refused, beside what programs are drawn of
 
 
 def all_reduce(h: Tensor) -> Tensor:
@@ -59,15 +73,8 @@ def all_reduce(h: Tensor) -> Tensor:
     return h
 
 
-def all_reduce_async(h: Tensor) -> Tensor:
-    _late(dist.all_reduce(h, async_op=True))
-    return h
-
-
 def all_reduce_copy(h: Tensor) -> Tensor:
-    copy = h.clone()
-    dist.all_reduce(copy)
-    return h + copy
+    return h + all_reduce(h.clone())
 
 
 def all_gather(h: Tensor) -> Tensor:
@@ -82,91 +89,20 @@ def all_gather_into_tensor(h: Tensor) -> Tensor:
     return h + out[: len(h)]
 
 
-def reduce_scatter(h: Tensor) -> Tensor:
-    out = torch.zeros_like(h[:1])
-    dist.reduce_scatter(out, list((h * 1).split(len(h) // dist.get_world_size())))
-    return h + out
+def _scattered(out: Tensor, h: Tensor) -> None:
+    dist.scatter(out, [h * 1 for _ in range(dist.get_world_size())] if _is_first() else None)
 
 
-def reduce_scatter_tensor(h: Tensor) -> Tensor:
-    out = torch.zeros_like(h[: len(h) // dist.get_world_size()])
-    dist.reduce_scatter_tensor(out, h.contiguous())
-    return h + out.sum()
+def _exchanged(out: Tensor, h: Tensor) -> None:
+    other = (dist.get_rank() + 1) % dist.get_world_size()
+    for work in [dist.isend(h, other), dist.irecv(out, other)]:
+        work.wait()  # type: ignore[union-attr]
 
 
-def broadcast(h: Tensor) -> Tensor:
-    dist.broadcast(h, 0)
-    return h
-
-
-def reduce(h: Tensor) -> Tensor:
-    dist.reduce(h, 0)
-    return h
-
-
-def gather(h: Tensor) -> Tensor:
-    dist.gather(h, _parts(h) if dist.get_rank() == 0 else None)
-    return h
-
-
-def scatter(h: Tensor) -> Tensor:
-    out = torch.zeros_like(h)
-    dist.scatter(out, [h * 1 for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None)
-    return h + out
-
-
-def all_to_all_single(h: Tensor) -> Tensor:
-    out = torch.zeros_like(h)
-    dist.all_to_all_single(out, h.contiguous())
-    return h + out
-
-
-def send(h: Tensor) -> Tensor:
-    """Of which only the first rank knows that it is wrong."""
-    if dist.get_rank() == 0:
-        dist.send(h, 1)
-        return h
-    out = torch.zeros_like(h)
-    dist.recv(out, 0)
-    return h + out
-
-
-def receive(h: Tensor) -> Tensor:
-    if dist.get_rank() == 0:
-        dist.send(h.detach(), 1)
-    else:
-        dist.recv(h, 0)
-    return h
-
-
-def isend(h: Tensor) -> Tensor:
-    out, rank = torch.zeros_like(h), _next()
-    works = [dist.isend(h, rank), dist.irecv(out, rank)]
-    for work in works:
-        _late(work)
-    return h + out
-
-
-def batch_isend_irecv(h: Tensor) -> Tensor:
-    out, rank = torch.zeros_like(h), _next()
-    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, h, rank), dist.P2POp(dist.irecv, out, rank)]):
-        _late(work)
-    return h + out
-
-
-def of_a_group(h: Tensor) -> Tensor:
-    _late(_world().allreduce([h]))
-    return h
-
-
-def functional_broadcast(h: Tensor) -> Tensor:
-    return functional.wait_tensor(functional.broadcast(h, 0, _world()))
-
-
-def functional_in_place(h: Tensor) -> Tensor:
-    return torch.ops._c10d_functional.wait_tensor(  # type: ignore[no-any-return]
-        torch.ops._c10d_functional.all_reduce_(h, "sum", _world().group_name)
-    )
+def _exchanged_at_once(out: Tensor, h: Tensor) -> None:
+    other = (dist.get_rank() + 1) % dist.get_world_size()
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, h, other), dist.P2POp(dist.irecv, out, other)]):
+        work.wait()
 
 
 class Detached(torch.autograd.Function):
@@ -184,14 +120,6 @@ class Detached(torch.autograd.Function):
         return grad * 2
 
 
-def within_a_gradient(h: Tensor) -> Tensor:
-    return h * torch.func.grad(lambda x: all_reduce(x * 2).square().sum())(h.detach())
-
-
-def checkpointed(h: Tensor) -> Tensor:
-    return checkpoint(all_reduce_copy, h, use_reentrant=False)  # type: ignore[no-any-return]
-
-
 class Recording(Detached):
     """Whose forward sets grad mode, and puts back what autograd has set for it."""
 
@@ -199,10 +127,6 @@ class Recording(Detached):
     def forward(x: Tensor) -> Tensor:
         with torch.enable_grad():
             return Detached.forward(x)
-
-
-def after_a_function(h: Tensor) -> Tensor:
-    return all_gather(Recording.apply(h))
 
 
 def of_one_rank(h: Tensor) -> Tensor:
@@ -215,46 +139,64 @@ def caught(h: Tensor) -> Tensor:
     return h
 
 
-def torchs_sum(h: Tensor) -> Tensor:
-    return torchs.all_reduce(h)  # type: ignore[no-any-return]
+sent = into(lambda out, h: dist.send(h, 1) if _is_first() else dist.recv(out, 0))  # wrong as the first alone knows
+received = on_it(lambda h: dist.send(h.detach(), 1) if _is_first() else dist.recv(h, 0))
+broadcast = on_it(lambda h: dist.broadcast(h, 0))
+gather = on_it(lambda h: dist.gather(h, _parts(h) if _is_first() else None))
+scatter = into(_scattered)
+checkpointed: Kind = lambda h: checkpoint(all_reduce_copy, h, use_reentrant=False)  # type: ignore[no-any-return]
+of_a_group = on_it(lambda h: _world().allreduce([h]).wait())
 
-
-def torchs_gather(h: Tensor) -> Tensor:
-    return torch.stack(torchs.all_gather(h)).square().sum(0)
-
-
-def functional_sum(h: Tensor) -> Tensor:
-    return functional.wait_tensor(functional.all_reduce(h, "sum", _world()))
-
-
-REFUSED: dict[Callable[[Tensor], Tensor], tuple[str, str]] = {
-    all_reduce: ("all_reduce", "sum"),
-    all_reduce_async: ("all_reduce", "sum"),
-    all_reduce_copy: ("all_reduce", "sum"),
-    all_gather: ("all_gather", "gather"),
-    all_gather_into_tensor: ("all_gather_single", "gather"),
-    reduce_scatter: ("reduce_scatter", "reduce_scatter"),
-    reduce_scatter_tensor: ("reduce_scatter_single", "reduce_scatter"),
-    broadcast: ("broadcast", "gather"),
-    reduce: ("reduce", "sum"),
-    gather: ("gather", "gather"),
-    scatter: ("scatter", "split"),
-    all_to_all_single: ("all_to_all_single", "all_to_all"),
-    send: ("send", "ring_shift"),
-    receive: ("recv", "ring_shift"),
-    isend: ("isend", "ring_shift"),
-    batch_isend_irecv: ("isend", "ring_shift"),
-    functional_broadcast: ("broadcast", "gather"),
-    functional_in_place: ("all_reduce", "sum"),
-    within_a_gradient: ("all_reduce", "sum"),
-    checkpointed: ("all_reduce", "sum"),
-    after_a_function: ("all_gather", "gather"),
-    of_one_rank: ("all_reduce", "sum"),
-    caught: ("all_reduce", "sum"),
-    torchs_sum: ("all_reduce", "sum"),
-    torchs_gather: ("all_gather", "gather"),
-    functional_sum: ("all_reduce", "sum"),
+# name -> what it is, the operator that is named, the map that is told
+REFUSED: dict[str, tuple[Kind, str, str]] = {
+    "all_reduce": (all_reduce, "all_reduce", "sum"),
+    "all_reduce, later": (on_it(lambda h: dist.all_reduce(h, async_op=True).wait()), "all_reduce", "sum"),  # type: ignore[union-attr]
+    "all_reduce of a copy": (all_reduce_copy, "all_reduce", "sum"),
+    "all_gather": (all_gather, "all_gather", "gather"),
+    "all_gather_into_tensor": (all_gather_into_tensor, "all_gather_single", "gather"),
+    "reduce_scatter": (
+        into(lambda out, h: dist.reduce_scatter(out[:1], list((h * 1).split(1)))), "reduce_scatter", "reduce_scatter"
+    ),
+    "reduce_scatter_tensor": (
+        into(lambda out, h: dist.reduce_scatter_tensor(out[:1], h.contiguous())),
+        "reduce_scatter_single",
+        "reduce_scatter",
+    ),
+    "broadcast": (broadcast, "broadcast", "gather"),
+    "reduce": (on_it(lambda h: dist.reduce(h, 0)), "reduce", "sum"),
+    "gather": (gather, "gather", "gather"),
+    "scatter": (scatter, "scatter", "split"),
+    "all_to_all_single": (
+        into(lambda out, h: dist.all_to_all_single(out, h.contiguous())), "all_to_all_single", "all_to_all"
+    ),
+    "send": (sent, "send", "ring_shift"),
+    "recv": (received, "recv", "ring_shift"),
+    "isend": (into(_exchanged), "isend", "ring_shift"),
+    "batch_isend_irecv": (into(_exchanged_at_once), "isend", "ring_shift"),
+    "functional broadcast": (
+        lambda h: functional.wait_tensor(functional.broadcast(h, 0, _world())), "broadcast", "gather"
+    ),
+    "functional, in place": (
+        lambda h: torch.ops._c10d_functional.wait_tensor(
+            torch.ops._c10d_functional.all_reduce_(h, "sum", _world().group_name)
+        ),
+        "all_reduce",
+        "sum",
+    ),
+    "functional sum": (
+        lambda h: functional.wait_tensor(functional.all_reduce(h, "sum", _world())), "all_reduce", "sum"
+    ),
+    "torch's sum": (torchs.all_reduce, "all_reduce", "sum"),
+    "torch's gather": (lambda h: torch.stack(torchs.all_gather(h)).square().sum(0), "all_gather", "gather"),
+    "within a gradient": (
+        lambda h: h * torch.func.grad(lambda x: all_reduce(x * 2).square().sum())(h.detach()), "all_reduce", "sum"
+    ),
+    "checkpointed": (checkpointed, "all_reduce", "sum"),
+    "after a function": (lambda h: all_gather(Recording.apply(h)), "all_gather", "gather"),  # type: ignore[arg-type]
+    "of one rank": (of_one_rank, "all_reduce", "sum"),
+    "caught": (caught, "all_reduce", "sum"),
 }
+ALONE = ("send", "recv", "scatter", "of one rank")  # where neither rank knows of the other
 
 
 # ---- what is not
@@ -267,38 +209,18 @@ def own_slice(h: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-def own_rows(h: Tensor) -> Tensor:
-    out = torch.zeros(dist.get_world_size() * len(h), 3, dtype=h.dtype)
-    dist.all_gather_into_tensor(out, h.detach().contiguous())
-    return torch.cat([out, h])
-
-
 def number(h: Tensor) -> Tensor:
     count = torch.tensor(len(h))
     dist.all_reduce(count)
     return h / count
 
 
-def sent_constant(h: Tensor) -> Tensor:
-    if dist.get_rank() == 0:
-        dist.send(h.detach(), 1)
-        return h
-    out = torch.zeros_like(h)
-    dist.recv(out, 0)
-    return h + out
-
-
 def before_a_write(h: Tensor) -> Tensor:
-    total = torch.zeros_like(h)
-    dist.all_reduce(total)
-    total.add_(h)
-    return total
+    return all_reduce(torch.zeros_like(h)).add_(h)
 
 
 def data_beside(h: Tensor) -> Tensor:
-    own = h.data
-    dist.all_reduce(own)
-    return h + own
+    return h + all_reduce(h.data)
 
 
 def functional_constant(h: Tensor) -> Tensor:
@@ -320,15 +242,17 @@ class Summed(torch.autograd.Function):
         return all_reduce(grad.clone())
 
 
-def summed(h: Tensor) -> Tensor:
-    return Summed.apply(h)  # type: ignore[no-any-return]
-
-
-ALLOWED = (own_slice, own_rows, number, sent_constant, before_a_write, data_beside, functional_constant, summed)
-
-
-def scattered_constant(h: Tensor) -> Tensor:
-    return scatter(h.detach()) + h
+summed: Kind = Summed.apply  # type: ignore[assignment]
+ALLOWED: dict[str, Kind] = {
+    "own slice": own_slice,
+    "number": number,
+    "sent constant": lambda h: sent(h.detach()) + h,
+    "before a write": before_a_write,
+    "data beside": data_beside,
+    "functional constant": functional_constant,
+    "summed": summed,
+    "scattered constant": lambda h: scatter(h.detach()) + h,
+}
 
 
 # ---- one run of each on two processes
@@ -388,16 +312,11 @@ def _outcomes(rank: int) -> dict[tuple[str, tuple[bool, int, bool]], str]:
     warnings.simplefilter("ignore")
     out = {}
     for place in PLACES:
-        for kind in (*REFUSED, *ALLOWED):
-            if place[1] == 0 and kind in (
-                send,
-                receive,
-                scatter,
-                of_one_rank,
-            ):  # ranks of which neither knows of the other
-                continue
-            out[kind.__name__, place] = _outcome(kind, rank, place, 1)
-        out[scattered_constant.__name__, place] = _outcome(scattered_constant, rank, place, 2)
+        for name, (kind, *_) in REFUSED.items():
+            if place[1] or name not in ALONE:
+                out[name, place] = _outcome(kind, rank, place, 1)
+        for name, kind in ALLOWED.items():
+            out[name, place] = _outcome(kind, rank, place, 2)
     return out
 
 
@@ -406,25 +325,21 @@ def outcomes() -> list[dict[tuple[str, tuple[bool, int, bool]], str]]:
     return fz.testing.run_ranks(_outcomes, RANKS, timeout=300.0, backend="processes")
 
 
-@pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)
-def test_what_is_differentiated_is_refused_on_every_rank(kind, outcomes) -> None:
-    name, meant = REFUSED[kind]
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_differentiated_is_refused_on_every_rank(name, outcomes) -> None:
+    _, operator, meant = REFUSED[name]
     for own in outcomes:
         for (which, (unit, stage, _)), said in own.items():
-            if which == kind.__name__ and (kind is not checkpointed or unit or not stage):  # as torch.func refuses it
-                assert said.startswith("ValueError") and f"{name}'" in said and f"fz.parallel.{meant}(" in said, said
-                assert re.search(r"test_collectives\.py:\d+, in \w+", said), said
+            if which == name and (name != "checkpointed" or unit or not stage):  # as torch.func refuses it
+                assert said.startswith("ValueError") and f"{operator}'" in said, said
+                assert f"fz.parallel.{meant}(" in said, said
+                assert re.search(r"test_collectives\.py:\d+, in [\w<]+", said), said
 
 
-@pytest.mark.parametrize("kind", ALLOWED, ids=lambda kind: kind.__name__)
-def test_constants_are_communicated_as_in_plain_torch(kind, outcomes) -> None:
+@pytest.mark.parametrize("name", ALLOWED)
+def test_constants_are_communicated_as_in_plain_torch(name, outcomes) -> None:
     for own in outcomes:
-        assert {said for (which, _), said in own.items() if which == kind.__name__} == {"as plain torch"}
-
-
-def test_a_scatter_of_a_constant_is_right(outcomes) -> None:
-    for place in PLACES:
-        assert {own[scattered_constant.__name__, place] for own in outcomes} == {"as plain torch"}
+        assert {said for (which, _), said in own.items() if which == name} == {"as plain torch"}
 
 
 # ---- any program: refused exactly if torch says that what is communicated requires a gradient
@@ -649,8 +564,8 @@ def test_later_runs_are_not_looked_at(alone) -> None:
     assert seen[-3:] == [0, 0, 0]
 
 
-THREADS = (all_reduce, of_one_rank, all_gather, broadcast, gather, scatter, checkpointed)
-GOOD = (own_slice, data_beside, functional_constant, summed)
+THREADS: tuple[Kind, ...] = (all_reduce, of_one_rank, all_gather, broadcast, gather, scatter, checkpointed)
+GOOD: tuple[Kind, ...] = (own_slice, data_beside, functional_constant, summed)
 
 
 @pytest.mark.parametrize("unit", [False, True])

@@ -56,11 +56,13 @@ HARMLESS = {
     ("writes to what it is given", "requires_grad_"),
     ("writes to what it is given", "the dict of leaves"),
     ("keeps what it computes", "a leaf"),
+    ("keeps what it computes", "an input"),
     *[("returns what cannot be seen", name) for name in IMPURE["returns what cannot be seen"]],
     *[("acts on a part of a gradient", name) for name in IMPURE["acts on a part of a gradient"] if "hook" in name],
 }
 # what is no effect where units are not sharded, as their leaves and inputs are the caller's own tensors
-OWN = {("keeps what it computes", "a leaf"), ("returns what cannot be seen", "a dict by tensors")}
+OWN = {("keeps what it computes", "a leaf"), ("keeps what it computes", "an input")}
+OWN |= {("returns what cannot be seen", "a dict by tensors")}
 IN_UNITS = [(x, form) for x, form in by_turns(CLASS_OF, FORMS, of=3) if not (x in OWN and form in ("plain", "fused"))]
 LINELESS = ("acts on a part of a gradient", "an inner backward")  # torch's engine calls it, on no line of the caller's
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
 import weakref
@@ -19,19 +18,6 @@ from fzero.base import intercept
 from fzero.testing import assert_trees_close, run_ranks
 
 ONE = torch.ones((), dtype=F64)
-
-
-def test_inputs_in_a_long_list() -> None:
-    unit = fz.unit(lambda q, x, of: torch.tanh(x @ q["w"]) * torch.stack(of).mean())
-
-    def fn(p: Any, x: torch.Tensor, long: bool) -> torch.Tensor:
-        return unit(p["blocks"][0], x, [*p["s"].expand(4200 if long else 2).unbind()]).square().mean()
-
-    step = fz.remat(fz.train_step(fn, fz.sgd(0.1)))
-    state = step.init(params_of())
-    step.vjp(state, X, False)
-    grads = fz.gather(step.vjp(state, X, True)[1](ONE)[0])
-    assert_trees_close(grads, torch.func.grad(fn)(params_of(), X, True), rtol=1e-10)
 
 
 @pytest.mark.parametrize("shard", SHARDS)
@@ -79,24 +65,6 @@ def test_a_rank_that_keeps_what_others_let_go() -> None:
             pullback(torch.ones_like(out))
 
     run_ranks(rank_main, 2)
-
-
-def test_sparse_gradients() -> None:
-    index = torch.tensor([0, 2, 2])
-
-    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.embedding(index, p["blocks"][0]["w"], sparse=True).square().sum() * p["s"]
-
-    wanted = torch.func.grad(lambda p: (p["blocks"][0]["w"][index]).square().sum() * p["s"])(params_of())
-
-    def rank_main(rank: int, shard: Any) -> None:
-        step = shard(fz.train_step(fn, fz.sgd(0.1), units=()))
-        with fz.tape(step, step.init(params_of())) as model:
-            model(X).backward()
-            assert_trees_close(fz.gather(model.grads()), wanted, rtol=1e-12)
-
-    for shard in (lambda step: step, fz.shard_zero2):
-        run_ranks(functools.partial(rank_main, shard=shard), 2)
 
 
 def test_an_operator_that_reads_memory() -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import exactness
 import optree
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,34 +22,6 @@ def test_matrices_are_cast_and_vectors_are_not() -> None:
     leaves = [("w", (2, 2), torch.float32), ("b", (2,), torch.float32), ("d", (2, 2), F64)]
     assert [row.policy.compute for row in step.rows(leaves)] == [torch.bfloat16, torch.float32, F64]
     assert all(row.autocast == torch.bfloat16 for row in step.rows(leaves))
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_callers_own_autocast_stays(stage: int) -> None:
-    """Around a step that says nothing of it, as around any function."""
-    seen: set[tuple[str, torch.dtype]] = set()
-
-    def block(p: Any, x: torch.Tensor) -> torch.Tensor:
-        seen.add(("unit", (x @ p["w"]).dtype))
-        return (x @ p["w"]).float()
-
-    unit = fz.unit(block)
-    params = {"blocks": [{"w": torch.ones(2, 2)}], "head": torch.ones(2, 2)}
-
-    def fn(params: Any, x: torch.Tensor) -> torch.Tensor:
-        out = unit(params["blocks"][0], x) @ params["head"]
-        seen.add(("outside", out.dtype))
-        return out.float().mean()
-
-    def rank_main(rank: int) -> None:
-        step = exactness.SHARDS[stage](fz.train_step(fn, fz.sgd(0.1)))
-        state = step.init(params)
-        with torch.autocast("cpu", torch.bfloat16):
-            step.forward(state, torch.ones(1, 2))
-            step(state, torch.ones(1, 2))
-
-    run_ranks(rank_main, 1)
-    assert seen == {("unit", torch.bfloat16), ("outside", torch.bfloat16)}
 
 
 def _cast(enabled: bool | None) -> contextlib.AbstractContextManager[Any]:

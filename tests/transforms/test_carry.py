@@ -563,26 +563,6 @@ def test_buffers_by_hand(wrap: Any) -> None:
     run_ranks(on, 1)
 
 
-class Twice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = Counter(), Counter()
-        self.second.calls = self.first.calls
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x))  # type: ignore[no-any-return]
-
-
-def test_a_buffer_that_two_modules_share_is_one() -> None:
-    module = Twice().double()
-    module.second.calls = module.first.calls  # which a conversion takes apart
-    apply, params, buffers = fz.functional(module, buffers=True)
-    assert sorted(buffers) == ["first.calls", "first.mean", "second.mean"]
-    out, new = apply(params, buffers, x := data()[0][0])
-    assert_trees_close(out, module(x), rtol=1e-12)
-    assert new["first.calls"] == 2 and buffers["first.calls"] == 0
-
-
 class Linked(nn.Module):
     """A block that reads a table, counts what others count, and calls its neighbour's norm, in ways by name."""
 

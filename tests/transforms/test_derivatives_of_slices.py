@@ -1,4 +1,4 @@
-"""Derivatives by leaves that are cut over a tensor axis: pullbacks, also in halves, hvp, per-example grads, tapes."""
+"""Derivatives by leaves that are cut over a tensor axis: pullbacks, halves, products, single examples, tapes, runs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import exactness
 import pytest
 import test_shard_tensor as functions
 import torch
+import whole_runs
 import zoo
 from halved import compare
 from hypothesis import given
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from nightly import by_day, in_turns
 
 import fzero as fz
-from fzero.testing import assert_trees_close, run_ranks
+from fzero.testing import assert_trees_close, run_ranks, strategies
 
 F64 = torch.float64
 Blocks = tuple[tuple[str, int, bool], ...]
@@ -177,3 +178,48 @@ def test_by_an_optimizers_numbers_where_some_leaves_of_a_unit_are_cut(which: str
     want = torch.func.grad(functools.partial(trained, sizes=None), (0, 1))(*at)
     for got in run_ranks(lambda rank: torch.func.grad(functools.partial(trained, sizes=(1, 2)), (0, 1))(*at), 2):
         assert_trees_close(got, want, rtol=1e-10)
+
+
+# ---- of whole runs, by whole leaves and an optimizer's numbers: as in one process
+
+KINDS = (("mlp", 4), ("fused", 3)), (("gathered", 5), ("split", 1)), (("whole", 2), ("mlp", 3))
+
+
+def whole_run(
+    rank: int, layers: Any, sizes: tuple[int, int], stage: int, others: Any, optimizer: str, how: str, name: str
+) -> Any:
+    loss, params = functions.model(layers)
+    mesh = functions.meshed(sizes)
+    ax = fz.parallel.axis(mesh, "tp")
+    chosen = functions.chosen_of(stage, others, functions.plan_of(layers), mesh)
+    batch = functions.batches(sizes[0])[rank // sizes[1]]
+    run = whole_runs.by_steps(
+        lambda p, x: loss(p, x, ax), optimizer, 2, batch, batch, functools.partial(strategies.apply, chosen=chosen), how
+    )
+    return whole_runs.TRANSFORMS[name](run, (params, *whole_runs.NUMBERS))
+
+
+@pytest.mark.usefixtures("hazards")
+@by_day(6)
+@given(
+    layers=st.sampled_from(KINDS),
+    sizes=st.sampled_from(functions.MESHES[:3]),
+    stage=st.integers(0, 3),
+    others=st.sampled_from([("shard", "tensor"), ("tensor", "remat", "shard"), ("accumulate", "tensor", "shard")]),
+    optimizer=st.sampled_from(["sgd", "adamw", "clipped", "lamb", "block clipped"]),
+    how=st.sampled_from(["step", "vjp", "scan"]),
+    name=st.sampled_from(["grad", "grad_of_grad", "pushed_grad", "over_rates", "grads_over_rates"]),
+)
+def test_whole_runs_of_slices(
+    layers: Any, sizes: tuple[int, int], stage: int, others: Any, optimizer: str, how: str, name: str
+) -> None:
+    loss, params = functions.model(layers)
+    sizes = sizes if stage else (1, sizes[1])
+    data: Any = functions.batches(sizes[0])
+    plain = whole_runs.in_one_process(loss, optimizer, 2, data, data)
+    want = whole_runs.TRANSFORMS[name](plain, (params, *whole_runs.NUMBERS))
+    case = functools.partial(
+        whole_run,
+        layers=layers, sizes=sizes, stage=stage, others=others, optimizer=optimizer, how=how, name=name,
+    )  # fmt: skip
+    whole_runs.assert_found(run_ranks(case, sizes[0] * sizes[1]), want, name)

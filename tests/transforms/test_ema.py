@@ -192,7 +192,7 @@ def test_an_error_in_one_that_is_written_says_whose_it_is() -> None:
         fz.train_step(losses, fz.sgd(0.1)).with_state(bad).init({"w": torch.arange(5.0), "b": torch.ones(3)})
 
 
-@pytest.mark.parametrize(("decay", "error"), [(1.0, ValueError), (-0.1, ValueError), ("0.9", TypeError)])
-def test_other_decays_are_refused(decay: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match=r"ema: got decay=.*, expected a number in \[0, 1\)"):
+@pytest.mark.parametrize("decay", [1.0, -0.1])
+def test_other_decays_are_refused(decay: float) -> None:
+    with pytest.raises(ValueError, match=r"ema: got decay=.*, expected a number in \[0, 1\)"):
         fz.ema(fz.train_step(losses, fz.sgd(0.1)), decay)

@@ -115,21 +115,6 @@ def test_fused_has_the_bits_of_the_step_without_it(
     run_ranks(rank_main, world)
 
 
-def test_a_cotangent_of_any_output() -> None:
-    _, params = scenarios.stack()
-    x, _ = scenarios.vector_batches(1)[0]
-
-    def outputs(p: Any, x: torch.Tensor) -> Any:
-        for q in p["blocks"]:
-            x = block(q, x)
-        return {"x": x, "head": x @ p["head"]["w"] + p["head"]["b"]}
-
-    step = fz.train_step(outputs, OPTIMIZERS["clipped"]())
-    ct = {"x": torch.ones(4, 5, dtype=F64), "head": None}
-    results = [each(each.init(params), x, cotangent=ct)[0].params for each in (step, fz.fuse_update(step))]
-    assert_trees_equal(*[fz.gather(tree) for tree in results])
-
-
 @pytest.mark.parametrize("norm", ["auto", "twice", "held"])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_what_is_not_finite_is_skipped(stage: int, norm: str) -> None:

@@ -244,31 +244,12 @@ def test_is_saved_loaded_and_converted_like_moments(tmp_path: Path) -> None:
     run_ranks(rank_main, 2)
 
 
-def test_in_a_pipeline() -> None:
-    first, last = (lambda p, x: torch.tanh(x @ p["w"])), (lambda p, x: (x @ p["w"]).square().mean())
-    w = torch.linspace(-1, 1, 9, dtype=F64).view(3, 3)
-    x = torch.linspace(0, 1, 12, dtype=F64).view(4, 3)
-    joint = LOOKAHEAD(fz.train_step(lambda p, x: last(p["b"], first(p["a"], x)), fz.adamw(0.1)))
-    want = joint.init({"a": {"w": w}, "b": {"w": w.flip(0)}})
-    pipe = fz.pipeline([LOOKAHEAD(fz.train_step(fn, fz.adamw(0.1))) for fn in (first, last)], fz.schedules.gpipe(2, 2))
-    state = pipe.init([{"w": w}, {"w": w.flip(0)}])
-    for _ in range(3):
-        want, _ = joint(want, x)
-        state, _ = pipe(state, x)
-    assert_trees_close([fz.gather(each.params) for each in state], list(fz.gather(want.params).values()), rtol=1e-12)
-
-
 @pytest.mark.parametrize(
-    ("given", "error", "said"),
-    [
-        ({"every": 0}, ValueError, r"lookahead: got every=0, expected at least 1"),
-        ({"every": 2.0}, TypeError, r"lookahead: got every=2.0, expected a number of updates"),
-        ({"alpha": 1.1}, ValueError, r"lookahead: got alpha=1.1, expected a number in \[0, 1\]"),
-        ({"alpha": "1"}, TypeError, r"lookahead: got alpha='1', expected a number in \[0, 1\]"),
-    ],
+    ("given", "said"),
+    [({"every": 0}, "every=0, expected at least 1"), ({"alpha": 1.1}, r"alpha=1.1, expected a number in \[0, 1\]")],
 )
-def test_other_numbers_are_refused(given: Any, error: type[Exception], said: str) -> None:
-    with pytest.raises(error, match=said):
+def test_other_numbers_are_refused(given: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=f"lookahead: got {said}"):
         fz.lookahead(fz.train_step(losses, fz.sgd(0.1)), **given)
 
 

@@ -261,11 +261,6 @@ def test_a_weight_that_is_none_is_refused_on_every_rank(weights: Any, error: Any
     run_ranks(rank_main, 2)
 
 
-def test_weights_that_are_no_function_are_refused() -> None:
-    with pytest.raises(TypeError, match=r"accumulate: got weights=3, expected a function of a microbatch's inputs"):
-        fz.accumulate(fz.train_step(example_mean, fz.sgd(1.0)), 2, weights=3)  # type: ignore[arg-type]
-
-
 def test_a_loss_in_16_bits_is_refused_where_microbatches_count_differently() -> None:
     params, (batch,) = params_of(1, 3, 0), batches_of([5], 3, 0.0, 0)
     step = fz.accumulate(fz.train_step(lambda p, x, y: example_mean(p, x, y).to(torch.bfloat16), fz.sgd(1.0)), 2)

@@ -1,4 +1,4 @@
-"""State on a disk over a process's life: nothing grows, copies, forks, killed runs, and offloads of nothing."""
+"""State on a disk over a process's life: nothing grows, copies, forks, and offloads of nothing."""
 
 from __future__ import annotations
 
@@ -7,10 +7,6 @@ import functools
 import gc
 import os
 import pickle
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -72,37 +68,6 @@ def test_a_state_eight_times_as_large_as_what_is_in_memory(tmp_path: Path, fused
             assert 8 * live.peak <= plan.disk
             at_rest(state)
             assert live.now() < 4096
-
-
-TRAINS = """
-import sys, fzero as fz
-from failing import X, model, steps
-step = steps(fz.Disk(sys.argv[1]), "plain")[0]
-state = step.init(model()[1])
-print("begun", flush=True)
-while True:
-    state, _ = step(state, X)
-"""
-
-
-def test_a_run_that_is_killed_and_the_next_one(disk: Disk) -> None:
-    path = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
-    command = [sys.executable, "-c", TRAINS, disk.path]
-    step = steps(disk, "plain")[0]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}) as other:
-        try:
-            assert other.stdout is not None and other.stdout.readline() == "begun\n"
-            with pytest.raises(RuntimeError, match=rf"in use by another run: process {other.pid} .*folder of its own"):
-                step.init(model()[1])
-            (left,) = Path(disk.path).iterdir()
-            while not any(path.suffix in (".state", ".part") for path in left.iterdir()):
-                time.sleep(1e-3)
-        finally:
-            other.send_signal(signal.SIGKILL)
-    assert not [path for path in left.rglob("*") if path.stat().st_mode & 0o077]
-    state = begun(step)
-    assert not left.exists() and len(list(Path(disk.path).iterdir())) == 1
-    assert_trees_equal(bits(state), wanted("plain")[1])
 
 
 def test_a_forked_child_is_told(disk: Disk) -> None:
@@ -173,15 +138,6 @@ def test_kinds_that_a_step_lacks_are_empty(disk: Disk) -> None:
         got, want = (each(each.init(params), X)[0] for each in (step, plain))
         assert_trees_equal(fz.gather((got.params, got.moments)), fz.gather((want.params, want.moments)))
     assert "moments 0 B" in str(fz.plan(fz.offload(sgd, moments=disk), params))
-
-
-def test_what_is_no_folder_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(NotADirectoryError, match=r"fz.Disk: .*/file"):
-        fz.Disk(tmp_path / "file")
-    with pytest.raises(NotADirectoryError, match=r"fz.Disk: cannot make the folder .*/file/x .*may write to"):
-        fz.Disk(tmp_path / "file" / "x")
-    assert (tmp_path / "file").read_text() == "mine"
 
 
 @pytest.mark.skipif(not os.access("/proc/self/fd", os.W_OK), reason="only root is told that it may write there")

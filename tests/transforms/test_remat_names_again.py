@@ -44,6 +44,17 @@ def keeping(keep: dict[str, tuple[str, ...]]) -> Callable[[fz.Step], fz.Step]:
     return lambda step: fz.remat(step, "blocks.*", **keep)
 
 
+def same(body: Body, *given: object) -> None:
+    """Steps with other arguments, one after the other, have the bits of a step that keeps all."""
+    found = []
+    for transform in (lambda step: step, keeping(KEEP[0])):
+        step, state = made(body, transform)
+        for each in given:
+            state, metrics = step(state, torch.ones(3, 4, dtype=F64), each)
+        found.append([metrics["loss"], fz.gather(state.params)])
+    assert_trees_equal(*found)
+
+
 def pulled(body: Body, transform: Callable[[fz.Step], fz.Step], around: Any = contextlib.nullcontext) -> list[object]:
     """Gradients of two pullbacks, each within `around`."""
     (step, state), found = made(body, transform), []
@@ -75,13 +86,7 @@ def test_another_default_dtype_in_a_later_run() -> None:
             scale = torch.arange(4.0) / 3
         return torch.sin(fz.name(x @ p["w"], "a") * scale.to(F64))
 
-    found = []
-    for transform in (lambda step: step, keeping(KEEP[0])):
-        step, state = made(body, transform)
-        for wide in (False, True, True):
-            state, metrics = step(state, torch.ones(3, 4, dtype=F64), wide)
-        found.append([metrics["loss"], fz.gather(state.params)])
-    assert_trees_equal(*found)
+    same(body, False, True, True)
 
 
 LIBRARY = torch.library.Library("fzero_names", "DEF")
@@ -110,13 +115,7 @@ def test_writes_to_memory_that_no_operation_made(write: Callable[[torch.Tensor],
             write(scale)
         return torch.sin(out + scale)
 
-    found = []
-    for transform in (lambda step: step, keeping(KEEP[0])):
-        step, state = made(body, transform)
-        for writes in (not later, True, True):
-            state, metrics = step(state, torch.ones(3, 4, dtype=F64), writes)
-        found.append([metrics["loss"], fz.gather(state.params)])
-    assert_trees_equal(*found)
+    same(body, not later, True, True)
 
 
 class Reusing(torch.autograd.Function):

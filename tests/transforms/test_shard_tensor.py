@@ -15,7 +15,6 @@ from nightly import in_turns
 from reference import adamw_steps
 
 import fzero as fz
-from fzero.parallel import AxisTypeError
 from fzero.testing import assert_trees_close, run_ranks, strategies
 
 F64 = torch.float64
@@ -181,40 +180,6 @@ def test_drawn_functions_of_slices(
 def test_functions_of_slices_on_real_processes(sizes: tuple[int, int]) -> None:
     layers = (("mlp", 5), ("fused", 3), ("split", 1), ("gathered", 2))
     check(layers, sizes, 3, ("shard", "tensor", "remat"), backend="processes")
-
-
-def without(name: str) -> Callable[..., torch.Tensor]:
-    """A function that leaves out one of its conversions."""
-
-    def loss(p: dict[str, torch.Tensor], x: torch.Tensor, ax: Any) -> torch.Tensor:
-        hidden = torch.tanh(x @ p["whole"])
-        hidden = hidden if name == "copy" else fz.parallel.copy(hidden, ax)
-        out = hidden @ p["up"] @ p["down"]
-        out = out if name == "sum" else fz.parallel.sum(out, ax)
-        return (out @ p["last"]).square().mean()
-
-    return loss
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("name", ["", "copy", "sum"])
-def test_what_is_whole_stays_the_same_on_all_ranks(name: str, stage: int) -> None:
-    params = {k: torch.randn(4, 4, dtype=F64) for k in ("whole", "up", "down", "last")}
-
-    def rank_main(rank: int) -> None:
-        mesh = meshed((2, 2) if stage else (1, 2))
-        ax = fz.parallel.axis(mesh, "tp")
-        step = fz.train_step(lambda p, x: without(name)(p, x, ax), fz.sgd(0.1))
-        step = exactness.SHARDS[stage](step, **({"mesh": mesh} if stage else {}))
-        step = fz.shard_tensor(step, {"up": 1, "down": 0}, mesh=mesh)
-        state, x = step.init(params), torch.ones(2, 4, dtype=F64)
-        if name:
-            with pytest.raises(AxisTypeError, match=r"test_shard_tensor\.py:\d+, in loss: .*A conversion is missing"):
-                step(state, x)
-        else:
-            step(state, x)
-
-    run_ranks(rank_main, 4 if stage else 2)
 
 
 def test_params_that_differ_on_one_rank_are_refused_on_all() -> None:
