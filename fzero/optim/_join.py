@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from fzero.base import pytree
 from fzero.base.arguments import wrong
 from fzero.base.patterns import matches
-from fzero.base.rebound import is_others
 from fzero.comm.waits import finish_all
 from fzero.optim._paused import call_paused, combined
-from fzero.optim._whole import of_slices
+from fzero.optim._pieces import of_slices
 from fzero.optim.base import Elementwise, call_update, values, written
-from fzero.state.moments import apart, begun
-from fzero.state.sharded import Sharded, is_item, map_trees, trees_of
-from fzero.table.layout import Layout
+from fzero.state.sharded import Sharded, map_trees
 from fzero.table.optimizer import GradientTransformation, Joined, Number, Paused
 
 States = tuple[object, ...]
@@ -90,34 +86,6 @@ def _other_states(got: str, expected: str) -> ValueError:
     )
 
 
-def need_own_counts(
-    who: str, optimizer: GradientTransformation, moments: object, layout: Layout, begins: Set[str] = frozenset()
-) -> None:
-    """Refuses one that has one count for all leaves where some have seen fewer updates than others, or will have.
-
-    Args:
-        begins: the leaves whose moments begin now, and the run has begun before.
-
-    Raises:
-        ValueError: it is the user's own, and keeps numbers that are of all leaves.
-    """
-    keeping = {slot.path for key in layout.keeping for slot in layout.groups[key].slots}
-    for member, state in members_and_states(optimizer, moments) if keeping or begins else ():
-        leaf = next((path for tree in trees_of(state) for path in tree if path in keeping | begins), None)
-        if leaf is None or not is_others(member.update):
-            continue
-        pairs = zip(*pytree.named_leaves(state, is_item)[:2], strict=True)
-        number = next((n for n, x in pairs if isinstance(x, (int, float, torch.Tensor, pytree.Count))), None)
-        if number is not None:
-            label = f" ({member.label(leaf)})" if member.label else ""
-            what = "keeps its moments frozen" if leaf in keeping else "begins later than others"
-            raise ValueError(
-                f"{who}: leaf {leaf!r} {what}, and the optimizer{label} keeps one number for all leaves "
-                f"({number!r}), such as a count. It needs one for each leaf. Use fz.whole(optimizer) from the run's "
-                "beginning, or keep only trees like the params."
-            )
-
-
 @dataclass(frozen=True)
 class _Chain(Joined):
     members: tuple[GradientTransformation, ...]
@@ -128,7 +96,7 @@ class _Chain(Joined):
         return self.members
 
     def init(self, params: object) -> States:
-        return tuple(begun(member, params) for member in self.members)
+        return tuple(member.init(params) for member in self.members)
 
     def update(self, updates: object, states: States, params: object = None, **extra: object) -> tuple[object, States]:
         new = list[object]()
@@ -141,11 +109,11 @@ class _Chain(Joined):
     def paused(self, params: Sharded, grads: object, states: States, **extra: object) -> Paused:
         new, updates = list[object](), grads
         del grads  # or those of every group that waits would be kept
-        for place, (member, state) in enumerate(zip(self.members[:-1], states, strict=False)):
-            updates, part = written(f"chain: member {place}", member, updates, state, params, extra)
+        for member, state in zip(self.members[:-1], states, strict=False):
+            updates, part = written(member, updates, state, params, extra)
             extra.pop("grad_norm", None)
             new.append(part)
-        run = call_paused(self.members[-1], params, apart(updates, params), states[-1], extra)
+        run = call_paused(self.members[-1], params, updates, states[-1], extra)
         del updates
         return (*new, (yield from run))
 
@@ -239,7 +207,7 @@ class _Partition(Joined):
         for pattern in table:
             if pattern not in used:
                 raise ValueError(f"partition: the pattern {pattern!r} is used for no leaf. Correct it or take it out.")
-        return {pattern: begun(member, self._part(params, pattern)) for pattern, member in table.items()}
+        return {pattern: member.init(self._part(params, pattern)) for pattern, member in table.items()}
 
     def update(
         self, updates: object, states: Mapping[str, object], params: object = None, **extra: object

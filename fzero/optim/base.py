@@ -15,13 +15,12 @@ from typing import Any, TypeVar
 import torch
 
 from fzero.base import pytree
-from fzero.base.follow import any_follows, follows, is_transformed
-from fzero.base.rebound import is_others, rebound, tensors_held
+from fzero.base.follow import any_follows, follows
+from fzero.base.rebound import rebound, tensors_held
 from fzero.formats.bits import Counters
 from fzero.kernels.onepass import Formula, math_dtype, run, write
-from fzero.optim._returned import need_params, returned, versions
 from fzero.state.counts import by_counts, spans
-from fzero.state.moments import apart, copied, zeros_like
+from fzero.state.moments import zeros_like
 from fzero.state.replicated_to_sharded import cuts, to_sharded
 from fzero.state.sharded import Draw, Sharded, is_sharded, map_trees
 from fzero.table.layout import Key
@@ -270,71 +269,42 @@ def write_values(tree: Sharded, key: Key, value: torch.Tensor, draw: Draw) -> No
 def call_update(
     member: GradientTransformation, updates: object, state: object, params: object, extra: Mapping[str, object]
 ) -> tuple[Any, Any]:
-    """`member.update` with those keywords that it takes; optax-shaped members of the user take none.
-
-    A user's own may write in place to what it is given of updates and of its state, which are then copies.
-    """
-    given = updates, state
+    """`member.update` with those keywords that it takes."""
     if not member.scales:
         updates, params, state = values(updates), values(params), map_trees(values, state)
-    if not is_others(member.update):
-        return member.update(updates, state, params, **taken(member.update, extra))
-    updates, state = copied((updates, state)) if is_transformed() else apart((updates, state), given)
-    before = versions(params)
-    found = member.update(updates, state, params, **taken(member.update, extra))
-    need_params(params, before)
-    return returned(found, updates, state)
+    return member.update(updates, state, params, **taken(member.update, extra))
 
 
 def call_fused(
     member: GradientTransformation, params: Sharded, grads: object, state: object, extra: Mapping[str, object]
 ) -> object:
-    """Updates params and state in place: by `member.fused`, or by its update, whose results are written over them.
-
-    A user's `fused` knows nothing of formats: it is called where the params are stored as values.
-    """
-    fused: Callable[..., object] | None = member.fused
-    forms = [params.format(key) for key in params.groups] if fused is None or is_others(fused) else []
-    if fused is None or any(not form.plain or form.rounds for form in forms):
-        updates, new = written("step.update: the optimizer", member, grads, state, params, extra)
-        assert isinstance(updates, Sharded)
-        after, draw = values(params).map(torch.add, values(updates)), params.draw or Draw(0, 0)
-        for key in params.groups:
-            write_values(params, key, after.local(key), draw)
-        return new
-    given, grads = grads, grads if member.by_leaf else values(grads)
-    if is_others(fused):  # which writes to trees of its state that are its own, and perhaps to other tensors
-        grads = apart(grads, given)
-        state = pytree.map(lambda x: x if isinstance(x, Sharded) else copied(x), state, is_leaf=is_sharded)
-    return fused(params, grads, state, **taken(fused, extra))
+    """Updates params and state in place: by `member.fused`, or by its update, whose results are written over them."""
+    if member.fused is not None:
+        return member.fused(params, grads, state)
+    updates, new = written(member, grads, state, params, extra)
+    after, draw = values(params).map(torch.add, values(updates)), params.draw or Draw(0, 0)
+    for key in params.groups:
+        write_values(params, key, after.local(key), draw)
+    return new
 
 
 def written(
-    who: str, member: GradientTransformation, updates: object, state: object, params: Any, extra: Mapping[str, object]
-) -> tuple[object, object]:
+    member: GradientTransformation, updates: object, state: object, params: Any, extra: Mapping[str, object]
+) -> tuple[Any, object]:
     """`member.update`, and its next state written over the old one, in the formats of that."""
     updates, new = call_update(member, updates, state, params, extra)
     if member.scales:  # it keeps nothing
         return updates, new
-    updates = apart(updates, state)  # as it may pass on what it kept
     draw = params.draw or Draw(0, 0)
 
-    def one(after: object, before: object) -> object:
-        if not is_sharded(after) and not is_sharded(before):
+    def one(after: Any, before: object) -> object:
+        if not is_sharded(before):
             return after
-        if not (is_sharded(after) and is_sharded(before) and after.groups == before.groups):
-            raise ValueError("A tree of it is of other leaves than before.")
         for key, value in values(after).locals().items():
             write_values(before, key, value, draw)
         return before
 
-    try:  # a count, which is no leaf, is the new one's
-        return updates, pytree.map(one, apart(new, params, state), state, is_leaf=is_sharded)
-    except ValueError as error:
-        raise ValueError(
-            f"{who} returned a state of another structure than it was given. A state keeps the structure of what its "
-            f"init returned. Start with zeros for what comes later. ({error})"
-        ) from error
+    return updates, pytree.map(one, new, state, is_leaf=is_sharded)  # a count, which is no leaf, is the new one's
 
 
 def taken(fn: Callable[..., object], extra: Mapping[str, object]) -> Mapping[str, object]:

@@ -8,17 +8,13 @@ from typing import Any, TypeVar
 import torch
 
 from fzero.base import private, pytree
-from fzero.base.arguments import named
 from fzero.base.rebound import is_others
 from fzero.formats.formats import zeros
-from fzero.kernels.onepass import math_dtype
 from fzero.state.counts import counted
 from fzero.state.placing import placed
 from fzero.state.sharded import Sharded, entries_of, is_sharded, map_trees, part_names, trees_of
 from fzero.stores.away import Buffer
 from fzero.table.layout import Key
-from fzero.table.optimizer import GradientTransformation
-from fzero.table.rows import Row
 from fzero.table.spec import Extra, Spec
 
 Tree = TypeVar("Tree")
@@ -38,7 +34,7 @@ def init_moments(step: Spec, params: Sharded, without_memory: bool = False) -> o
     if not step.optimizer.by_leaf:  # who does not know of formats is given values
         template = template.with_buffers(template.locals())
     try:
-        moments = begun(step.optimizer, template)
+        moments = step.optimizer.init(template)
     except RuntimeError as error:  # as torch's are of what has no values
         if params.device.type == "meta":
             error.add_note(
@@ -48,30 +44,6 @@ def init_moments(step: Spec, params: Sharded, without_memory: bool = False) -> o
         raise
     moments = placed_moments(to_moment_dtype(moments))
     return counted(moments, layout, lambda item, path: False) if layout.keeping else moments
-
-
-def begun(optimizer: GradientTransformation, params: object) -> object:
-    """What an optimizer's init makes of a tree. A user's own keeps what is like leaves in trees like that.
-
-    Other tensors would be kept and loaded as they are, by buffers, which are other ones in another layout.
-
-    Raises:
-        TypeError: it begins with other tensors of more than one number.
-    """
-    state = optimizer.init(params)
-    if not is_sharded(params) or not is_others(optimizer.init):
-        return state
-    own = lambda x: is_sharded(x) or type(x).__module__.partition(".")[0] == "fzero"  # what fz.whole keeps
-    for name, x in zip(*pytree.named_leaves(state, own)[:2], strict=True):
-        if isinstance(x, torch.Tensor) and x.ndim:
-            label = optimizer.label(next(iter(params))) if optimizer.label else optimizer.init
-            raise TypeError(
-                f"the state of an optimizer of your own ({label}) begins with {named(x)} at {name!r}, expected trees "
-                "like the params (params.map(torch.zeros_like), or a tree_map over params), 0-d tensors and numbers: a "
-                "list or a dict of the tensors of buffers is in no order of leaves, and what is not of leaves, as the "
-                "last norms, is a list of 0-d tensors. fz.whole(optimizer) takes any tensors, for each leaf by itself."
-            )
-    return state
 
 
 def placed_moments(moments: object) -> Any:
@@ -162,32 +134,11 @@ def to_moment_dtype(moments: object) -> object:
                     "be negative. fz.adamw, adam, lion, sgd, muon and adafactor can, alone or in fz.chain and "
                     "fz.partition. With others, store moments in a dtype: fz.Policy.compact16(moment=torch.float32)."
                 )
-            need_dtype(f"params[{row.path!r}]: its optimizer ({row.optimizer}) begins with moments", own, row)
             buffers[key] = own.to(row.policy.moment)
         return tree.with_buffers(buffers)
 
     names, nodes, structure = pytree.named_leaves(moments, is_sharded)
     return pytree.unflatten(structure, [one(*each) for each in zip(names, nodes, strict=True)])
-
-
-def need_dtype(what: str, x: torch.Tensor, row: Row) -> None:
-    """Refuses moments that their leaf's format would not hold: integers, and floating numbers that are wider."""
-    if x.is_complex():
-        raise TypeError(
-            f"{what} of dtype {x.dtype}, expected real numbers. Keep real and imaginary parts in two trees."
-        )
-    assert isinstance(row.policy.moment, torch.dtype)
-    widest = torch.promote_types(row.policy.moment, math_dtype(row.policy.param_format.dtype))
-    if not x.is_floating_point():
-        raise TypeError(
-            f"{what} of dtype {x.dtype}, expected floating numbers, as {widest}: buffers of moments hold those. "
-            "fz.whole(optimizer) keeps other dtypes, for each leaf by itself."
-        )
-    if torch.promote_types(widest, x.dtype) != widest:
-        raise TypeError(
-            f"{what} of dtype {x.dtype}, expected at most {widest}. Begin with torch.zeros_like of params, or say "
-            f"fz.Policy(moment={x.dtype})."
-        )
 
 
 def zeros_like(params: object, nonnegative: bool = False) -> Any:

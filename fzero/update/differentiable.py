@@ -24,7 +24,6 @@ from fzero.state.replicated_to_sharded import cuts, held_of
 from fzero.state.sharded import Draw, Sharded, is_item, is_sharded, map_trees
 from fzero.state.squares import squares_of
 from fzero.state.train_state import TrainState
-from fzero.table.optimizer import members_of
 from fzero.table.spec import LEAF_NORMS, Extra, Spec
 from fzero.update.writing import changed, due
 
@@ -168,14 +167,11 @@ def _refuse_of_others(step: Spec, state: TrainState) -> None:
             "The numbers that the optimizer was made with, and torch.func goes on through,",
             "Give all ranks the same.",
         )
-    own = ["the optimizer" for each in members_of(step.optimizer) if is_others(each.update)]
-    for extra in step.extras:
-        if any(map(is_others, (extra.update, extra.changes, extra.scale))):
-            own.append(f"the update of state.extra[{extra.name!r}] ({extra.source})")
+    own = [extra for extra in step.extras if any(map(is_others, (extra.update, extra.changes, extra.scale)))]
     if own and not only_maps():
         raise TypeError(
-            f"step.update: {own[0]} is your own, torch.func goes on through this step, and each rank has a slice of "
-            "the leaves, so that the derivative of a tensor that it holds would be a part of the whole one; expected "
-            "an optimizer of fzero (fz.sgd, fz.adamw, fz.chain, ...), fz.whole(optimizer), which gives it whole "
-            "leaves, a transform of fzero (fz.ema), or a step that is not sharded."
+            f"step.update: the update of state.extra[{own[0].name!r}] ({own[0].source}) is your own, torch.func goes "
+            "on through this step, and each rank has a slice of the leaves, so that the derivative of a tensor that it "
+            "holds would be a part of the whole one; expected a transform of fzero (fz.ema), or a step that is not "
+            "sharded."
         )
