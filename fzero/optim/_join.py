@@ -46,7 +46,6 @@ def chain(*members: GradientTransformation) -> GradientTransformation:
         None,
         own.label,
         own.metrics,
-        all(member.by_leaf for member in members),
         # the norm of the gradients is the first member's: behind it others come in
         "all" if any(m.needs for m in members[1:]) or any(m.exchanges for m in before) else members[0].needs,
         all(member.scales for member in members),
@@ -164,7 +163,6 @@ def partition(optimizers: Mapping[str, GradientTransformation]) -> GradientTrans
         None,
         own.label,
         own.metrics,
-        all(member.by_leaf for member in members),
         "all" if any(member.needs for member in members) else "",
         copies=any(member.copies for member in members),
         blank=all(member.blank for member in members),

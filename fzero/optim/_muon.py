@@ -105,7 +105,6 @@ def muon(
         None,
         own.label,
         own.metrics,
-        by_leaf=True,
         blank=True,
         exchanges=2,
         paused=own.paused,

@@ -57,7 +57,7 @@ def gradient_noise(eta: Number = 0.01, gamma: Number = 0.55, seed: int = 0) -> G
     need_hypers("gradient_noise", eta=(eta, f"{least} 0"), gamma=(gamma, f"{least} -16"))
     seed = need_int(seed, "gradient_noise", "seed")
     return GradientTransformation(
-        _begun, functools.partial(_gradient_noise, eta, gamma, seed), by_leaf=True, blank=True, elementwise=True
+        _begun, functools.partial(_gradient_noise, eta, gamma, seed), blank=True, elementwise=True
     )
 
 

@@ -14,7 +14,6 @@ from fzero.base.follow import is_transformed
 from fzero.base.rebound import is_others
 from fzero.optim._leaf_states import like_leaf, on_a_piece
 from fzero.optim._whole import Extra, Whole, counted, on_whole_leaves
-from fzero.optim.base import takes
 from fzero.state.owners import Leaves, by_leaf, joined
 from fzero.state.sharded import Sharded
 from fzero.table.layout import Key, Slot
@@ -38,8 +37,7 @@ def of_slices(optimizer: GradientTransformation, who: str, argument: str = "opti
         return optimizer
     own = _Pieces(optimizer)
     metrics = own.metrics if optimizer.metrics else None
-    needs = "norm" if takes(optimizer.update, "grad_norm") else ""
-    return GradientTransformation(own.init, own.update, None, own.label, metrics, needs=needs, elementwise=True)
+    return GradientTransformation(own.init, own.update, None, own.label, metrics, needs="all", elementwise=True)
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,6 @@ def on_whole_leaves(optimizer: GradientTransformation) -> GradientTransformation
         None,
         own.label,
         own.metrics if optimizer.metrics else None,
-        by_leaf=True,
         needs="norm" if is_others(optimizer.update) and takes(optimizer.update, "grad_norm") else "",
         exchanges=2,
         paused=own.paused,

@@ -154,7 +154,7 @@ class Elementwise(Rated):
     @property
     def transformation(self) -> GradientTransformation:
         return GradientTransformation(
-            self.init, self.update, self.fused, self.label, self.metrics, by_leaf=True, blank=True, elementwise=True
+            self.init, self.update, self.fused, self.label, self.metrics, blank=True, elementwise=True
         )  # fmt: skip
 
     def init(self, params: object) -> Kept:

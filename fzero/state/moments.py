@@ -31,8 +31,6 @@ def init_moments(step: Spec, params: Sharded, without_memory: bool = False) -> o
     if step.optimizer.blank and without_memory:
         entries = template.entries.items()
         template = template.over({name: torch.empty(x.numel(), dtype=x.dtype, device="meta") for name, x in entries})
-    if not step.optimizer.by_leaf:  # who does not know of formats is given values
-        template = template.with_buffers(template.locals())
     try:
         moments = step.optimizer.init(template)
     except RuntimeError as error:  # as torch's are of what has no values

@@ -37,7 +37,6 @@ class GradientTransformation(NamedTuple):
         label: `label(path) -> str`: the optimizer of a leaf, for the table.
         metrics: `metrics(state) -> {name: number}` of the coming update, such as the learning rate. Yours gets the
             state of the first leaf.
-        by_leaf: True if groups of leaves may be updated one by one, and moments may be in any format.
         needs: `"norm"` if it wants the norm of its gradients as `grad_norm`. `"all"` if it wants another norm, and so
             all leaves at once. `""` if none.
         scales: True if it only multiplies all that it gets by a number. Then `update` gets trees as they are stored,
@@ -65,7 +64,6 @@ class GradientTransformation(NamedTuple):
     fused: Callable[..., Any] | None = None
     label: Callable[[str], str] | None = None
     metrics: Callable[..., dict[str, Number]] | None = None
-    by_leaf: bool = False  # `init` and `fused` then get trees as they are stored
     needs: str = ""
     scales: bool = False
     copies: bool = False  # `fused` then gets one group at a time, if it may
@@ -81,7 +79,7 @@ class GradientTransformation(NamedTuple):
     @property
     def by_group(self) -> bool:
         """True if groups of leaves may be updated in place one by one."""
-        return self.by_leaf and self.needs != "all"
+        return self.needs != "all"
 
     def __repr__(self) -> str:
         return f"GradientTransformation({_words(self)})"

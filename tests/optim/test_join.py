@@ -62,11 +62,8 @@ def on_rank(spec: chains.Spec, stage: int, way: str | None, world: int, transfor
     if way is not None:
         try:
             step = fz.fuse_update(step, norm=way)
-        except ValueError:
-            # a remedy that works is named: another way, or none
-            assert chains.has(spec, *chains.OWN) or way == "twice" or not step.optimizer.by_leaf
-            if chains.has(spec, *chains.OWN) or not step.optimizer.by_leaf:
-                return None
+        except ValueError:  # a remedy that works is named
+            assert way == "twice"
             step = fz.fuse_update(step, norm="held")
     state = step.init(params)
     for _ in range(STEPS):
