@@ -58,31 +58,25 @@ def chain(*members: GradientTransformation) -> GradientTransformation:
     )
 
 
-def members_and_states(optimizer: GradientTransformation, state: object) -> list[tuple[GradientTransformation, object]]:
-    """Those, each with its part of the state.
-
-    Raises:
-        ValueError: the same optimizer has begun the state in another chain, or alone: its labels are the same.
-    """
+def need_states(optimizer: GradientTransformation, state: object) -> None:
+    """Refuses a state that the same optimizer has begun in another chain, or alone: its labels are the same."""
     own = getattr(optimizer.update, "__self__", None)
-    if isinstance(own, _Partition) and isinstance(state, dict):
-        return [each for pattern, m in own.table.items() for each in members_and_states(m, state.get(pattern))]
     got = f"a chain of {len(state)}" if type(state) is tuple and state else "an optimizer by itself"
-    if isinstance(own, _Chain):
-        if got != (expected := f"a chain of {len(own.members)}"):
-            raise _other_states(got, expected)
-        assert isinstance(state, tuple)
-        return [each for parts in zip(own.members, state, strict=True) for each in members_and_states(*parts)]
-    if isinstance(own, Elementwise) and isinstance(own.state, type) and not isinstance(state, own.state):
-        raise _other_states(got, f"{own.name!r} by itself")
-    return [(optimizer, state)]
-
-
-def _other_states(got: str, expected: str) -> ValueError:
-    return ValueError(
-        f"step: the state has moments of {got}, expected those of {expected}. Make the state with this step's init, "
-        "or use the optimizer that it was made with."
-    )
+    expected, parts = got, list[tuple[GradientTransformation, object]]()
+    if isinstance(own, _Partition) and isinstance(state, dict):
+        parts += [(member, state.get(pattern)) for pattern, member in own.table.items()]
+    elif isinstance(own, _Chain):
+        expected = f"a chain of {len(own.members)}"
+        parts += zip(own.members, state, strict=False) if isinstance(state, tuple) else []
+    elif isinstance(own, Elementwise) and isinstance(own.state, type) and not isinstance(state, own.state):
+        expected = f"{own.name!r} by itself"
+    if got != expected:
+        raise ValueError(
+            f"step: the state has moments of {got}, expected those of {expected}. Make the state with this step's "
+            "init, or use the optimizer that it was made with."
+        )
+    for each in parts:
+        need_states(*each)
 
 
 @dataclass(frozen=True)

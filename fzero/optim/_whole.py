@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from fzero.optim._leaf_states import (
     with_others,
 )
 from fzero.optim._paused import Steps, run_all, together
-from fzero.optim.base import taken, takes, values, write_values
+from fzero.optim.base import keywords_of, values, write_values
 from fzero.state.moments import copied
 from fzero.state.owners import Leaves, everywhere, joined, on_every_rank, owned, owners, start_slices, start_whole
 from fzero.state.replicated_to_sharded import slice_in
@@ -110,7 +111,7 @@ def on_whole_leaves(optimizer: GradientTransformation) -> GradientTransformation
         None,
         own.label,
         own.metrics if optimizer.metrics else None,
-        needs="norm" if is_others(optimizer.update) and takes(optimizer.update, "grad_norm") else "",
+        needs="norm" if is_others(optimizer.update) and own.taken({"grad_norm": 0}) else "",
         exchanges=2,
         paused=own.paused,
         combine=own.combine,
@@ -130,6 +131,15 @@ class Whole:
     def metrics(self, old: Any) -> dict[str, Number]:
         assert self.optimizer.metrics is not None
         return self.optimizer.metrics(next(iter(old.rest.values()))) if old.rest else {}
+
+    @functools.cached_property
+    def _keywords(self) -> frozenset[str] | None:
+        return keywords_of(self.optimizer.update)
+
+    def taken(self, extra: Extra) -> Extra:
+        """Those keywords that the update takes."""
+        known = self._keywords
+        return extra if known is None else {name: value for name, value in extra.items() if name in known}
 
     # ---- a leaf's state, apart and together
 
@@ -211,7 +221,7 @@ class Whole:
         run, draw = self.optimizer.update, draw or Draw(0, 0)
         # so that whoever updates this leaf draws the same
         with seeded(Seeds(draw.seed, draw.count, slot.leaf).next()), self._of("update", slot):
-            found = run({path: g}, pytree.unflatten(spec, state), {path: p}, **taken(run, extra))
+            found = run({path: g}, pytree.unflatten(spec, state), {path: p}, **self.taken(extra))
         if private.version(p) != before:
             raise ValueError(
                 f"{self.who}: the update of leaf {path!r} writes to its param in place. That is a copy, so the write "
@@ -252,7 +262,7 @@ class Whole:
             run, found = self.optimizer.update, dict[str, tuple[Any, object]]()
             for n, g, p in own:
                 with of_leaf("update", n, f"fz.{self.who}"):
-                    found[n] = run({n: g}, copied(old.rest[n]), {n: p}, **taken(run, extra))
+                    found[n] = run({n: g}, copied(old.rest[n]), {n: p}, **self.taken(extra))
             updates = pytree.unflatten(spec, [found[name][0][name] for name in names])
             return updates, self.state((), counted(old, {name: found[name][1] for name in names}))
         if not is_transformed():

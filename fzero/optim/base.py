@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import inspect
 import math
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -195,12 +193,7 @@ class Elementwise(Rated):
             updates = pytree.map(lambda u, p: less(u, now * self.decoupled, p), updates, params)
         return updates, self.state(old[0].next(), *moments)
 
-    def fused(self, params: object, grads: Sharded, old: Kept) -> Kept:
-        if not isinstance(params, Sharded):
-            wide_params, wide_grads, *wide = [pytree.map(_wide, tree) for tree in (params, grads, *old[1:])]
-            updates, new = self.update(wide_grads, self.state(old[0], *wide), wide_params)
-            pytree.map(torch.Tensor.copy_, (params, old[1:]), (pytree.map(torch.add, wide_params, updates), new[1:]))
-            return self.state(new[0], *old[1:])
+    def fused(self, params: Sharded, grads: Sharded, old: Kept) -> Kept:
         if self._tensors:
             return self._in_numbers().fused(params, grads, old)
         now, draw = known(rate(self.lr, old[0].value)), params.draw or Draw(0, 0)
@@ -249,15 +242,9 @@ def values(tree: Tree) -> Tree:
     if not isinstance(tree, Sharded):
         return tree
 
-    def one(key: Key, x: torch.Tensor) -> torch.Tensor:
-        return _wide(x) / tree.scale if tree.scale != 1.0 else _wide(x)
-
-    own = tree.with_buffers({key: one(key, x) for key, x in tree.locals().items()}, 1.0)
-    return own.replaced(draw=tree.draw)  # type: ignore[return-value]
-
-
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    return x.to(math_dtype(x.dtype))
+    wide = {key: x.to(math_dtype(x.dtype)) for key, x in tree.locals().items()}
+    own = wide if tree.scale == 1.0 else {key: x / tree.scale for key, x in wide.items()}
+    return tree.with_buffers(own, 1.0).replaced(draw=tree.draw)  # type: ignore[return-value]
 
 
 def write_values(tree: Sharded, key: Key, value: torch.Tensor, draw: Draw) -> None:
@@ -269,10 +256,10 @@ def write_values(tree: Sharded, key: Key, value: torch.Tensor, draw: Draw) -> No
 def call_update(
     member: GradientTransformation, updates: object, state: object, params: object, extra: Mapping[str, object]
 ) -> tuple[Any, Any]:
-    """`member.update` with those keywords that it takes."""
+    """`member.update` of values; of trees as they are stored, if it scales."""
     if not member.scales:
         updates, params, state = values(updates), values(params), map_trees(values, state)
-    return member.update(updates, state, params, **taken(member.update, extra))
+    return member.update(updates, state, params, **extra)
 
 
 def call_fused(
@@ -307,30 +294,7 @@ def written(
     return updates, pytree.map(one, new, state, is_leaf=is_sharded)  # a count, which is no leaf, is the new one's
 
 
-def taken(fn: Callable[..., object], extra: Mapping[str, object]) -> Mapping[str, object]:
-    """Those keywords that a function takes."""
-    return {name: value for name, value in extra.items() if takes(fn, name)}
-
-
-def takes(fn: Callable[..., object], name: str) -> bool:
-    known = _keywords(fn)
-    return known is None or name in known
-
-
-_known: weakref.WeakKeyDictionary[object, tuple[str, ...] | None] = weakref.WeakKeyDictionary()
-
-
-def _keywords(fn: Any) -> tuple[str, ...] | None:
-    """The names of a function's parameters, None where it takes any; a fused update asks for every group.
-
-    What is noted holds no function, which may hold tensors, and these a graph.
-    """
-    fn = fn.forward if isinstance(fn, torch.nn.Module) else fn  # whose __call__ takes anything
-    key = getattr(fn, "__func__", fn)
-    with contextlib.suppress(KeyError, TypeError):  # some callables cannot be referred to weakly
-        return _known[key]
-    own = inspect.signature(fn).parameters
-    names = None if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in own.values()) else tuple(own)
-    with contextlib.suppress(TypeError):
-        _known[key] = names
-    return names
+def keywords_of(fn: Any) -> frozenset[str] | None:
+    """The names of a function's parameters, None where it takes any."""
+    own = inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn).parameters
+    return None if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in own.values()) else frozenset(own)

@@ -93,7 +93,7 @@ def _placed(extra: Extra, value: object, params: Sharded) -> object:
                     f"{params.layout.groups[key].slots[0].path!r}, expected the {expected} of this rank's slice. Map "
                     "over a tree with functions that keep shapes."
                 )
-    return placed_moments(apart(map_trees(lambda tree: tree.only(tree.groups), value), params))
+    return placed_moments(_apart(map_trees(lambda tree: tree.only(tree.groups), value), params))
 
 
 def copied(tree: Tree) -> Tree:
@@ -101,12 +101,9 @@ def copied(tree: Tree) -> Tree:
     return pytree.map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, tree)
 
 
-def apart(tree: object, *others: object) -> Any:
-    """The tree, its tensors copied where they lie in the memory of others, which are about to be overwritten."""
-    nodes = pytree.flatten(others, is_leaf=is_sharded)[0]
-    buffers = [entries_of(x) if is_sharded(x) else (x,) for x in nodes]
-    # what is away shares memory with nothing, and is not brought to be asked
-    taken = {_memory(x) for own in buffers for x in own} - {None}
+def _apart(tree: object, params: Sharded) -> object:
+    """The tree, its tensors copied where they lie in the memory of the params, which are about to be overwritten."""
+    taken = {_memory(x) for x in entries_of(params)} - {None}  # what is away shares memory with nothing
     return pytree.map(lambda x: x.clone() if _memory(x) in taken else x, tree)
 
 
