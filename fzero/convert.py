@@ -14,8 +14,7 @@ from fzero.comm import backend, pieces
 from fzero.comm.axis import Axis
 from fzero.formats.formats import ALIGN, Format
 from fzero.state.check_state import check_same_optimizer
-from fzero.state.checks import constants
-from fzero.state.checksums import checksum
+from fzero.state.checks import checksum, constants
 from fzero.state.init import check_tables
 from fzero.state.items import CARRY, items_of
 from fzero.state.origin import Move, Origin

@@ -14,7 +14,7 @@ from fzero.base.arguments import named
 from fzero.base.context import during, of_one_leaf, variable
 from fzero.comm.axis import Axis
 from fzero.comm.pieces import start_exchange
-from fzero.state.checksums import checksum
+from fzero.state.checks import checksum
 from fzero.state.items import NUMBERS
 
 

@@ -20,7 +20,7 @@ from fzero.kernels.onepass import Formula, math_dtype, run, write
 from fzero.state.counts import by_counts, spans
 from fzero.state.moments import zeros_like
 from fzero.state.replicated_to_sharded import cuts, to_sharded
-from fzero.state.sharded import Draw, Sharded, is_sharded, map_trees
+from fzero.state.sharded import Draw, Sharded, is_sharded, map_trees, together
 from fzero.table.layout import Key
 from fzero.table.needs import is_component, need_rate, need_scalar, numbers_in
 from fzero.table.optimizer import GradientTransformation, Number, Schedule
@@ -162,27 +162,17 @@ class Elementwise(Rated):
         now = rate(self.lr, old[0].value)
         if not isinstance(grads, Sharded) or not cuts(grads) or not any_follows((now, *self._tensors)):
             return self._update(grads, old, params)
-        # each group by itself, as its slices say over which ranks the cotangents of numbers are summed
-        updates: dict[object, torch.Tensor] = {}
-        moments: list[dict[object, torch.Tensor]] = [{} for _ in old[1:]]
-        new = old
+        # each group by itself, as its slices say over which ranks the cotangents of numbers are summed; a schedule is
+        # asked before: what it computes with all ranks have alike
+        own, parts = dataclasses.replace(self, lr=now), list[tuple[object, ...]]()
         for key in grads.groups:
-            of_group = [tree.only([key]) if isinstance(tree, Sharded) else tree for tree in (grads, *old[1:], params)]
-            # a schedule is asked before: what it computes with all ranks have alike
-            here = rebound(
-                dataclasses.replace(self, lr=now), lambda x, key=key: to_sharded(grads, key, x) if follows(x) else x
-            )
-            own, new = here._update(of_group[0], self.state(old[0], *of_group[1:-1]), of_group[-1])
-            assert isinstance(own, Sharded)
-            updates |= own.locals()
-            for buffers, tree in zip(moments, new[1:], strict=True):
-                if isinstance(tree, Sharded):
-                    buffers |= tree.locals()
-        trees = [
-            tree.with_buffers(buffers) if isinstance(tree, Sharded) else tree
-            for tree, buffers in zip(new[1:], moments, strict=True)
-        ]
-        return grads.with_buffers(updates), self.state(new[0], *trees)
+            here = rebound(own, lambda x, key=key: to_sharded(grads, key, x) if follows(x) else x)
+            g, *kept, p = [x.only([key]) if isinstance(x, Sharded) else x for x in (grads, *old[1:], params)]
+            updates, new = here._update(g, self.state(old[0], *kept), p)
+            parts.append((updates, *new[1:]))
+        columns = zip(*parts, strict=True)
+        updates, *moments = [together(trees) if is_sharded(trees[0]) else trees[0] for trees in columns]
+        return updates, self.state(old[0].next(), *moments)
 
     def _update(self, grads: object, old: Kept, params: object) -> tuple[object, Kept]:
         now = rate(self.lr, old[0].value)

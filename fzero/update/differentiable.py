@@ -14,8 +14,7 @@ from fzero.base.follow import root
 from fzero.base.rebound import is_others, tensors_reached
 from fzero.base.thread_state import only_maps
 from fzero.optim.base import call_update, values
-from fzero.state.checks import transform_of
-from fzero.state.checksums import check_values
+from fzero.state.checks import check_values, transform_of
 from fzero.state.counts import trained_moments, with_kept_moments
 from fzero.state.gather import squares_in
 from fzero.state.leaf_norms import metric
