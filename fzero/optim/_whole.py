@@ -176,7 +176,15 @@ class Whole:
                 found[key] = self._slice(params, key, own)
         for found in trees:  # all have all groups, whatever leaves are in one, so that a state goes into other units
             for key in params.groups:
-                found.setdefault(key, torch.zeros_like(params.local(key)))
+                row = params.layout.groups[key].row
+                if isinstance(row.policy.moment, str):
+                    raise ValueError(
+                        f"params[{row.path!r}]: its policy stores moments as {row.policy.moment!r}, which its "
+                        f"optimizer ({row.optimizer}) cannot carry: nothing says which of its tensors may be negative. "
+                        "fz.adamw, adam, lion, sgd and muon can, alone or in fz.chain and fz.partition. With others, "
+                        "store moments in a dtype: fz.Policy.compact16(moment=torch.float32)."
+                    )
+                found[key] = found.get(key, torch.zeros_like(params.local(key))).to(row.policy.moment)
         said = "\n".join(f"{path}: {list(map(said_of, flat(state)[0]))}" for path, state in rest.items())
         params.axis.check_same(said, "fz.whole: the states of leaves", "Make the same of a leaf on every rank.")
         return self.state(tuple([params.with_buffers(found) for found in trees]), rest)

@@ -31,16 +31,7 @@ def init_moments(step: Spec, params: Sharded, without_memory: bool = False) -> o
     if step.optimizer.blank and without_memory:
         entries = template.entries.items()
         template = template.over({name: torch.empty(x.numel(), dtype=x.dtype, device="meta") for name, x in entries})
-    try:
-        moments = step.optimizer.init(template)
-    except RuntimeError as error:  # as torch's are of what has no values
-        if params.device.type == "meta":
-            error.add_note(
-                "This was in the init of the step's optimizer, of params without values, as a plan has them. Let it go "
-                "by shapes and dtypes, or begin one leaf at a time: fz.whole(optimizer)."
-            )
-        raise
-    moments = placed_moments(to_moment_dtype(moments))
+    moments = placed_moments(step.optimizer.init(template))
     return counted(moments, layout, lambda item, path: False) if layout.keeping else moments
 
 
@@ -111,29 +102,6 @@ def _memory(x: object) -> object:
     """The storage of a tensor, None for what has none that could be overwritten."""
     own = isinstance(x, torch.Tensor) and not private.is_wrapped(x) and x.layout == torch.strided
     return x.untyped_storage()._cdata if own else None  # type: ignore[union-attr]
-
-
-def to_moment_dtype(moments: object) -> object:
-    """The optimizer's trees in the table's moment dtypes; moments in 8 bits must be there already."""
-
-    def one(name: str, tree: object) -> object:
-        if not is_sharded(tree) or tree.kind in ("signed", "nonnegative"):
-            return tree
-        buffers = {}
-        for key, own in tree.locals().items():
-            row = tree.layout.groups[key].row
-            if isinstance(row.policy.moment, str):
-                raise ValueError(
-                    f"params[{row.path!r}]: its policy stores moments as {row.policy.moment!r}, which its optimizer "
-                    f"({row.optimizer}) cannot carry: nothing says whether {f'state.moments.{name}'.rstrip('.')} may "
-                    "be negative. fz.adamw, adam, lion, sgd, muon and adafactor can, alone or in fz.chain and "
-                    "fz.partition. With others, store moments in a dtype: fz.Policy.compact16(moment=torch.float32)."
-                )
-            buffers[key] = own.to(row.policy.moment)
-        return tree.with_buffers(buffers)
-
-    names, nodes, structure = pytree.named_leaves(moments, is_sharded)
-    return pytree.unflatten(structure, [one(*each) for each in zip(names, nodes, strict=True)])
 
 
 def zeros_like(params: object, nonnegative: bool = False) -> Any:

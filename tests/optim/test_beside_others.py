@@ -263,8 +263,8 @@ def test_who_cannot_carry_few_bits_is_said() -> None:
     policy, params = fz.Policy(moment="8-bit"), {"w": torch.ones(4, 3), "b": torch.ones(3)}
     other = OTHERS["two moments"]()
     for optimizer, said in (
-        (JOINED["beside"](fz.adamw(0.1), other), r"params\['b'\].*\(two \(\*\)\).*state.moments.\*.slices.0 may"),
-        (fz.chain(fz.sgd(0.1, 0.9), other), r"\(sgd\+two\).*state.moments.1.slices.0 may be negative"),
+        (JOINED["beside"](fz.adamw(0.1), other), r"params\['b'\].*\(two \(\*\)\).* may be negative"),
+        (fz.chain(fz.sgd(0.1, 0.9), other), r"\(sgd\+two\).*may be negative"),
     ):
         with pytest.raises(ValueError, match=said):
             fz.train_step(lambda p: p["w"].sum(), optimizer, policy).init(params)
