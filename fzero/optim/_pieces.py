@@ -14,7 +14,7 @@ from fzero.base.follow import is_transformed
 from fzero.base.rebound import is_others
 from fzero.optim._leaf_states import like_leaf, on_a_piece
 from fzero.optim._whole import Extra, Whole, counted, on_whole_leaves
-from fzero.state.owners import Leaves, by_leaf, joined
+from fzero.state.owners import Leaves, joined
 from fzero.state.sharded import Sharded
 from fzero.table.layout import Key, Slot
 from fzero.table.needs import need_optimizer
@@ -51,7 +51,7 @@ class _Pieces(Whole):
         return self.optimizer.label(path) if self.optimizer.label else "optimizer"
 
     def _leaves(self, params: Sharded, key: Key) -> Leaves:
-        return super()._leaves(params, key) if is_transformed() else by_leaf(params, key, params.local(key))
+        return super()._leaves(params, key) if is_transformed() else {slot.leaf: x for slot, x in params.pieces(key)}
 
     def _slice(self, params: Sharded, key: Key, leaves: Leaves) -> torch.Tensor:
         return super()._slice(params, key, leaves) if is_transformed() else joined(params, key, leaves)
@@ -73,9 +73,9 @@ class _Pieces(Whole):
         trees = (grads, params, *old.slices)
         rest, made = dict[str, object](), [dict[Key, torch.Tensor]() for _ in trees[1:]]
         for key in grads.groups:
-            pieces, found = [by_leaf(tree, key, tree.local(key)) for tree in trees], [Leaves() for _ in made]
-            for slot in grads.layout.groups[key].slots:
-                g, p, *state = [each[slot.leaf] for each in pieces]
+            found = [Leaves() for _ in made]
+            for each in zip(*[tree.pieces(key) for tree in trees], strict=True):
+                slot, (g, p, *state) = each[0][0], [x for _, x in each]
                 update, rest[slot.path], new = self._of_leaf(slot, old.rest[slot.path], g, p, state, params.draw, extra)
                 for leaves, x in zip(found, (update, *new), strict=True):
                     leaves[slot.leaf] = x

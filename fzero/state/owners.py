@@ -62,7 +62,7 @@ def start_whole(tree: Sharded, key: Key, slices: Sequence[torch.Tensor], what: s
         What waits for this rank's own leaves of each buffer, over the tensor axis too.
     """
     layout, axis, mine, count = tree.layout, tree.axis_of(key), owned(tree, key), len(slices)
-    cuts = [by_leaf(tree, key, own) for own in slices]
+    cuts = [_by_leaf(tree, key, own) for own in slices]
     by = owners(layout, key) if axis.size > 1 else dict.fromkeys(cuts[0], 0)
     send = [[x for cut in cuts for leaf, x in cut.items() if by[leaf] == rank] for rank in range(axis.size)]
     lengths = [[own[slot.leaf] for slot in mine] * count for own in _lengths(layout, key)]
@@ -139,12 +139,12 @@ def _start_exchange(
 def joined(tree: Sharded, key: Key, pieces: Mapping[int, torch.Tensor]) -> torch.Tensor:
     """This rank's slice of a group's buffer, of its pieces of the leaves; gaps are zero."""
     out = torch.zeros_like(tree.local(key))
-    for leaf, target in by_leaf(tree, key, out).items():
+    for leaf, target in _by_leaf(tree, key, out).items():
         target.copy_(pieces[leaf])
     return out
 
 
-def by_leaf(tree: Sharded, key: Key, own: torch.Tensor) -> Leaves:
+def _by_leaf(tree: Sharded, key: Key, own: torch.Tensor) -> Leaves:
     """This rank's pieces of the leaves of a group, from its slice."""
     pieces = tree.layout.cut(key, tree.rank_of(key), own)
     return {slot.leaf: piece for slot, piece in zip(tree.layout.groups[key].slots, pieces, strict=True)}

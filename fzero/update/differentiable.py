@@ -139,6 +139,12 @@ def _kept(new: object, old: object, applied: Applied) -> object:
             return old.over({key: _chosen(applied, new.local(key), old.local(key)) for key in new.groups})
         if isinstance(new, pytree.Count) and isinstance(new.value, torch.Tensor) and isinstance(old, pytree.Count):
             return pytree.Count(_next(old.value, applied), new.missed, new.paused)
+        if jitting.get() is not None and isinstance(new, (int, float)) and new != old:
+            raise TypeError(
+                f"step.update: the state of an optimizer or transform of your own has the number {old!r}, and {new!r} "
+                "after an update, which a graph would have as constants, also where an update is skipped; expected a "
+                "0-d tensor in a function of fz.jit. Begin with torch.zeros(()), or call the step outside of it."
+            )
         both = isinstance(new, torch.Tensor) and isinstance(old, torch.Tensor)
         return _chosen(applied, new, old) if both else new  # type: ignore[arg-type]
 

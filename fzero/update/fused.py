@@ -22,7 +22,7 @@ from fzero.optim.base import values
 from fzero.state.gather import squares_in
 from fzero.state.placing import placed
 from fzero.state.sharded import Sharded, together
-from fzero.state.squares import LeafSquares, need_alike_beside, squares_of, sum_of_squares
+from fzero.state.squares import LeafSquares, need_alike_beside, over_ranks, squares_of
 from fzero.state.train_state import TrainState
 from fzero.stores.away import tensor_of
 from fzero.table.layout import Key
@@ -60,7 +60,7 @@ class _Grads:
     def norm(self) -> torch.Tensor:
         if self.state.params.axis.further:
             need_alike_beside(self.squares, self.state.params)
-        return sum_of_squares(self.squares, self.state.params).sqrt()
+        return over_ranks(self.squares, self.state.params).sum().sqrt()
 
 
 def fused_call(
