@@ -45,7 +45,7 @@ def spectral(lr: float, decay: float = 0.9) -> fz.GradientTransformation:
 def signum(lr: float, decay: float = 0.9) -> fz.GradientTransformation:
     """The sign of a momentum (Bernstein et al. 2018), declared elementwise.
 
-    Both functions get a pytree of flat buffers, each with this rank's slices of several leaves.
+    Both functions get this rank's flat piece of a leaf, as `{path: piece}`, and nothing is gathered.
     """
 
     def init(params: Any) -> Any:

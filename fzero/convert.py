@@ -13,10 +13,8 @@ from fzero.checkpoint.everyone import Everyone
 from fzero.comm import backend, pieces
 from fzero.comm.axis import Axis
 from fzero.formats.formats import ALIGN, Format
-from fzero.optim._join import need_own_counts
 from fzero.state.check_state import check_same_optimizer
-from fzero.state.checks import constants
-from fzero.state.checksums import checksum
+from fzero.state.checks import checksum, constants
 from fzero.state.init import check_tables
 from fzero.state.items import CARRY, items_of
 from fzero.state.origin import Move, Origin
@@ -51,8 +49,7 @@ def convert(state: TrainState, step: Spec, lossy: bool = False) -> TrainState:
 
     Raises:
         ValueError: values would be lost, with the leaf (use `lossy=True`); kept grads (call `step.update` first);
-            another optimizer; your own optimizer has one count for all leaves, and a leaf begins later (wrap it with
-            `fz.whole`); ranks hold different params, or give steps over other ranks.
+            another optimizer; ranks hold different params, or give steps over other ranks.
 
     Example:
         >>> plain = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.adamw(0.1))
@@ -94,7 +91,6 @@ def convert(state: TrainState, step: Spec, lossy: bool = False) -> TrainState:
         extra = move.extra(extra)
         if CARRY in extra:  # of which each rank has its own
             extra[CARRY] = pytree.map(lambda x: old.axis.broadcast(x.clone(), "the carry"), extra[CARRY])
-        need_own_counts("convert", step.optimizer, moments, layout, move.begins(moments))
         moments = move.moments(moments, layout)
         return TrainState(params, None, moments, extra, state.step, state.seed, step.signature)
 

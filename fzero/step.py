@@ -19,8 +19,7 @@ from fzero.engine.batch import Batch, Pullback, as_grads, grads_of, reduce_whole
 from fzero.engine.carry import Carry
 from fzero.engine.passes import evaluated
 from fzero.engine.weighing import counted
-from fzero.optim._join import need_own_counts
-from fzero.optim._whole import of_slices
+from fzero.optim._pieces import of_slices
 from fzero.state.beyond import here
 from fzero.state.check_state import check_optimizer, check_same_optimizer, check_state, taken_grads
 from fzero.state.checks import (
@@ -105,7 +104,6 @@ class Step(Spec):
         with private.of_normal_tensors():
             state = init_state(self, params, seed, sync)
             check_same_optimizer("step.init", self.optimizer, state.params)
-            need_own_counts("step.init", self.optimizer, state.moments, state.layout)
             return state
 
     def vjp(

@@ -254,33 +254,14 @@ def not_counting(params: Any) -> Any:
     return {"m": pytree.map(torch.zeros_like, params)}
 
 
-REFUSED = r"leaf 'head.w' {} and the optimizer.* keeps one number for all leaves \('n'\).*fz.whole"
-
-
-def test_one_count_of_ones_own_is_refused(tmp_path: Any) -> None:
-    loss, params = phases.loss_and_params()
-    own, batch = fz.GradientTransformation(counting, momentum, elementwise=True), phases.batch(0)
-    plain = fz.train_step(loss, fz.chain(fz.clip_by_global_norm(1.0), own))
-    frozen, kept = fz.freeze(plain, "head.w"), fz.freeze(plain, "head.w", keep_moments=True)
-    with pytest.raises(ValueError, match="step.init: " + REFUSED.format("keeps its moments frozen,")):
-        kept.init(params)
-    state, _ = frozen(frozen.init(params), *batch)
-    fz.save(tmp_path, state)
-    late = REFUSED.format("begins later than others,")
-    for how, again in {"convert": lambda to: fz.convert(state, to), "load": lambda to: fz.load(tmp_path, to)}.items():
-        with pytest.raises(ValueError, match=f"{how}: {late}"):
-            again(plain)
-        with pytest.raises(ValueError, match=f"{how}: " + REFUSED.format("keeps its moments frozen,")):
-            again(kept)
-        assert again(frozen).step == 1
-    assert fz.convert(frozen.init(params), plain).step == 0  # nothing is late yet
-
-
-def test_ones_own_without_counts(tmp_path: Any) -> None:
-    """Trees alone: each leaf's moments are all that there is."""
-    sgd, _ = begun(fz.sgd(0.01, 0.9), *LATE)
-    own, _ = begun(fz.GradientTransformation(not_counting, momentum, elementwise=True), *LATE)
-    assert_trees_close(fz.gather(own.params), fz.gather(sgd.params), rtol=1e-10)
+@pytest.mark.parametrize("init", [counting, not_counting])
+def test_ones_own_declared_elementwise(init: Any) -> None:
+    """Each leaf has a count of its own, as on whole leaves."""
+    want, _ = begun(fz.GradientTransformation(init, momentum), *LATE)
+    own, _ = begun(fz.GradientTransformation(init, momentum, elementwise=True), *LATE)
+    assert_trees_close(fz.gather(own.params), fz.gather(want.params), rtol=1e-10)
+    if init is counting:
+        assert {own.moments.rest[path]["n"] for path in LEAVES} == {1, 2, 3}
 
 
 @pytest.mark.parametrize("own", [fz.lamb(0.1), fz.chain(fz.clip_by_block_norm(1.0), fz.sgd(0.1))], ids=["lamb", "clip"])

@@ -15,7 +15,6 @@ from fzero.checkpoint.choice import Choice, Wanted
 from fzero.checkpoint.everyone import Everyone
 from fzero.checkpoint.manifest import DamagedCheckpoint, NoCheckpoint
 from fzero.comm.axis import Axis
-from fzero.optim._join import need_own_counts
 from fzero.state.check_state import check_same_optimizer
 from fzero.state.init import check_tables, init_state
 from fzero.state.origin import Move, Origin
@@ -78,9 +77,7 @@ def filled(
     if count is not None:
 
         def rest() -> tuple[object, dict[str, object], Sharded | None]:
-            own = move.moments(moments, choice.layout)
-            need_own_counts("load", step.optimizer, own, choice.layout, move.begins(own))
-            return own, move.extra(extra), move.grads(params)
+            return move.moments(moments, choice.layout), move.extra(extra), move.grads(params)
 
         moments, extra, grads = agreed(axis, rest)
     return TrainState(params, grads, moments, extra, count or 0, seed, step.signature)

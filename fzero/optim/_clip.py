@@ -38,7 +38,6 @@ def clip_by_global_norm(max_norm: Number) -> GradientTransformation:
     return GradientTransformation(
         _nothing,
         functools.partial(_clip_by_global_norm, max_norm),
-        by_leaf=True,
         needs="norm",
         scales=True,
         blank=True,
@@ -164,7 +163,7 @@ def clip_by_value(max_value: Number) -> GradientTransformation:
     need_hypers("clip_by_value", max_value=(max_value, "a positive number"))
 
     return GradientTransformation(
-        _nothing, functools.partial(_clip_by_value, max_value), by_leaf=True, blank=True, elementwise=True
+        _nothing, functools.partial(_clip_by_value, max_value), blank=True, elementwise=True
     )
 
 

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from fzero.base import pytree
 from fzero.base.arguments import wrong
 from fzero.base.patterns import matches
-from fzero.base.rebound import is_others
 from fzero.comm.waits import finish_all
 from fzero.optim._paused import call_paused, combined
-from fzero.optim._whole import of_slices
+from fzero.optim._pieces import of_slices
 from fzero.optim.base import Elementwise, call_update, values, written
-from fzero.state.moments import apart, begun
-from fzero.state.sharded import Sharded, is_item, map_trees, trees_of
-from fzero.table.layout import Layout
+from fzero.state.sharded import Sharded, map_trees
 from fzero.table.optimizer import GradientTransformation, Joined, Number, Paused
 
 States = tuple[object, ...]
@@ -50,7 +46,6 @@ def chain(*members: GradientTransformation) -> GradientTransformation:
         None,
         own.label,
         own.metrics,
-        all(member.by_leaf for member in members),
         # the norm of the gradients is the first member's: behind it others come in
         "all" if any(m.needs for m in members[1:]) or any(m.exchanges for m in before) else members[0].needs,
         all(member.scales for member in members),
@@ -63,59 +58,25 @@ def chain(*members: GradientTransformation) -> GradientTransformation:
     )
 
 
-def members_and_states(optimizer: GradientTransformation, state: object) -> list[tuple[GradientTransformation, object]]:
-    """Those, each with its part of the state.
-
-    Raises:
-        ValueError: the same optimizer has begun the state in another chain, or alone: its labels are the same.
-    """
+def need_states(optimizer: GradientTransformation, state: object) -> None:
+    """Refuses a state that the same optimizer has begun in another chain, or alone: its labels are the same."""
     own = getattr(optimizer.update, "__self__", None)
-    if isinstance(own, _Partition) and isinstance(state, dict):
-        return [each for pattern, m in own.table.items() for each in members_and_states(m, state.get(pattern))]
     got = f"a chain of {len(state)}" if type(state) is tuple and state else "an optimizer by itself"
-    if isinstance(own, _Chain):
-        if got != (expected := f"a chain of {len(own.members)}"):
-            raise _other_states(got, expected)
-        assert isinstance(state, tuple)
-        return [each for parts in zip(own.members, state, strict=True) for each in members_and_states(*parts)]
-    if isinstance(own, Elementwise) and isinstance(own.state, type) and not isinstance(state, own.state):
-        raise _other_states(got, f"{own.name!r} by itself")
-    return [(optimizer, state)]
-
-
-def _other_states(got: str, expected: str) -> ValueError:
-    return ValueError(
-        f"step: the state has moments of {got}, expected those of {expected}. Make the state with this step's init, "
-        "or use the optimizer that it was made with."
-    )
-
-
-def need_own_counts(
-    who: str, optimizer: GradientTransformation, moments: object, layout: Layout, begins: Set[str] = frozenset()
-) -> None:
-    """Refuses one that has one count for all leaves where some have seen fewer updates than others, or will have.
-
-    Args:
-        begins: the leaves whose moments begin now, and the run has begun before.
-
-    Raises:
-        ValueError: it is the user's own, and keeps numbers that are of all leaves.
-    """
-    keeping = {slot.path for key in layout.keeping for slot in layout.groups[key].slots}
-    for member, state in members_and_states(optimizer, moments) if keeping or begins else ():
-        leaf = next((path for tree in trees_of(state) for path in tree if path in keeping | begins), None)
-        if leaf is None or not is_others(member.update):
-            continue
-        pairs = zip(*pytree.named_leaves(state, is_item)[:2], strict=True)
-        number = next((n for n, x in pairs if isinstance(x, (int, float, torch.Tensor, pytree.Count))), None)
-        if number is not None:
-            label = f" ({member.label(leaf)})" if member.label else ""
-            what = "keeps its moments frozen" if leaf in keeping else "begins later than others"
-            raise ValueError(
-                f"{who}: leaf {leaf!r} {what}, and the optimizer{label} keeps one number for all leaves "
-                f"({number!r}), such as a count. It needs one for each leaf. Use fz.whole(optimizer) from the run's "
-                "beginning, or keep only trees like the params."
-            )
+    expected, parts = got, list[tuple[GradientTransformation, object]]()
+    if isinstance(own, _Partition) and isinstance(state, dict):
+        parts += [(member, state.get(pattern)) for pattern, member in own.table.items()]
+    elif isinstance(own, _Chain):
+        expected = f"a chain of {len(own.members)}"
+        parts += zip(own.members, state, strict=False) if isinstance(state, tuple) else []
+    elif isinstance(own, Elementwise) and isinstance(own.state, type) and not isinstance(state, own.state):
+        expected = f"{own.name!r} by itself"
+    if got != expected:
+        raise ValueError(
+            f"step: the state has moments of {got}, expected those of {expected}. Make the state with this step's "
+            "init, or use the optimizer that it was made with."
+        )
+    for each in parts:
+        need_states(*each)
 
 
 @dataclass(frozen=True)
@@ -128,7 +89,7 @@ class _Chain(Joined):
         return self.members
 
     def init(self, params: object) -> States:
-        return tuple(begun(member, params) for member in self.members)
+        return tuple(member.init(params) for member in self.members)
 
     def update(self, updates: object, states: States, params: object = None, **extra: object) -> tuple[object, States]:
         new = list[object]()
@@ -141,11 +102,11 @@ class _Chain(Joined):
     def paused(self, params: Sharded, grads: object, states: States, **extra: object) -> Paused:
         new, updates = list[object](), grads
         del grads  # or those of every group that waits would be kept
-        for place, (member, state) in enumerate(zip(self.members[:-1], states, strict=False)):
-            updates, part = written(f"chain: member {place}", member, updates, state, params, extra)
+        for member, state in zip(self.members[:-1], states, strict=False):
+            updates, part = written(member, updates, state, params, extra)
             extra.pop("grad_norm", None)
             new.append(part)
-        run = call_paused(self.members[-1], params, apart(updates, params), states[-1], extra)
+        run = call_paused(self.members[-1], params, updates, states[-1], extra)
         del updates
         return (*new, (yield from run))
 
@@ -196,7 +157,6 @@ def partition(optimizers: Mapping[str, GradientTransformation]) -> GradientTrans
         None,
         own.label,
         own.metrics,
-        all(member.by_leaf for member in members),
         "all" if any(member.needs for member in members) else "",
         copies=any(member.copies for member in members),
         blank=all(member.blank for member in members),
@@ -239,7 +199,7 @@ class _Partition(Joined):
         for pattern in table:
             if pattern not in used:
                 raise ValueError(f"partition: the pattern {pattern!r} is used for no leaf. Correct it or take it out.")
-        return {pattern: begun(member, self._part(params, pattern)) for pattern, member in table.items()}
+        return {pattern: member.init(self._part(params, pattern)) for pattern, member in table.items()}
 
     def update(
         self, updates: object, states: Mapping[str, object], params: object = None, **extra: object

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 from collections.abc import Iterator, Sequence
 
@@ -10,12 +11,11 @@ import torch
 
 from fzero.base import private, pytree
 from fzero.base.arguments import named
-from fzero.base.context import of_one_leaf
+from fzero.base.context import during, of_one_leaf, variable
 from fzero.comm.axis import Axis
 from fzero.comm.pieces import start_exchange
-from fzero.state.checksums import checksum
+from fzero.state.checks import checksum
 from fzero.state.items import NUMBERS
-from fzero.state.sliced import lies_in_slices
 
 
 class Place:
@@ -65,9 +65,7 @@ def flat(state: object) -> tuple[list[object], pytree.Spec]:
 
 
 def like_leaf(entries: Sequence[object], leaf: torch.Tensor) -> list[int]:
-    """Which entries of a leaf's state are kept in slices: those of its shape, where it is a matrix or large."""
-    if not lies_in_slices(leaf.shape):
-        return []
+    """Which entries of a leaf's state are floating tensors of its shape."""
     found = [(i, x) for i, x in enumerate(entries) if isinstance(x, torch.Tensor) and x.is_floating_point()]
     return [i for i, x in found if x.shape == leaf.shape]
 
@@ -84,12 +82,12 @@ def form(entry: object) -> object:
     return next((kind for kind in _NUMBERS if isinstance(entry, kind)), entry)  # a number of NumPy's is loaded as one
 
 
-def need_kept(path: str, entries: Sequence[object]) -> None:
+def need_kept(who: str, path: str, entries: Sequence[object]) -> None:
     """Refuses what no checkpoint keeps, and no rank tells another."""
     for x in entries:
         if not isinstance(x, (torch.Tensor, pytree.Count, *NUMBERS)):
             raise TypeError(
-                f"whole: the state of leaf {path!r} begins with {named(x)}, expected tensors, numbers, strs and None "
+                f"{who}: the state of leaf {path!r} begins with {named(x)}, expected tensors, numbers, strs and None "
                 "in containers. Let the update close over what does not change."
             )
 
@@ -139,18 +137,37 @@ def with_others(rest: object, tensors: Sequence[torch.Tensor], numbers: Sequence
 
 
 @contextlib.contextmanager
-def of_leaf(what: str, path: str, on_meta: bool = False) -> Iterator[None]:
-    """Around a function of an optimizer on whole leaves: what it raises tells what it was given."""
+def of_leaf(what: str, path: str, who: str, on_meta: bool = False) -> Iterator[None]:
+    """Around a function of an optimizer that is given a leaf: what it raises tells what it was given."""
     token = of_one_leaf.set(path)
     try:
         yield
     except Exception as error:
         of_shapes = " A plan has leaves without values: write an init that needs only shapes and dtypes."
-        of_trees = " It is given {path: leaf}: one that takes a step's trees is declared elementwise=True."
+        of_trees = " It is given {path: leaf}, a dict: write optree.tree_map(fn, grads) in the place of grads.map(fn)."
         error.add_note(
-            f"This was in the {what} of leaf {path!r}, by fz.whole.{of_trees * isinstance(error, AttributeError)}"
+            f"This was in the {what} of leaf {path!r}, by {who}.{of_trees * isinstance(error, AttributeError)}"
             f"{of_shapes * on_meta}"
         )
         raise
     finally:
         of_one_leaf.reset(token)
+
+
+_on_pieces: contextvars.ContextVar[bool] = variable("on_pieces", False)
+
+
+@contextlib.contextmanager
+def on_a_piece(around: contextlib.AbstractContextManager[None]) -> Iterator[None]:
+    """`of_leaf` around a function of one that is declared elementwise."""
+    with around, during(_on_pieces, True):
+        yield
+
+
+def need_whole_leaves(who: str) -> None:
+    """Refuses pieces of leaves for what needs whole ones."""
+    if _on_pieces.get():
+        raise ValueError(
+            f"elementwise: got {who!r} inside an optimizer that is declared elementwise, which has pieces of leaves "
+            "under ZeRO, and it needs whole ones. Leave elementwise=True out."
+        )

@@ -105,7 +105,6 @@ def muon(
         None,
         own.label,
         own.metrics,
-        by_leaf=True,
         blank=True,
         exchanges=2,
         paused=own.paused,
@@ -186,7 +185,7 @@ class _Muon(Rated):
         o = orthogonal(d.to(_wire(d.dtype)), self.steps, self.eps).to(d.dtype)
         return -now * (SCALES[self.adjust_lr](*p.shape[-2:]) * o + self.weight_decay * p), b
 
-    def paused(self, params: Sharded, grads: Sharded, old: MuonState) -> Paused:
+    def paused(self, params: Sharded, grads: Sharded, old: MuonState, **extra: object) -> Paused:
         return together([self._group(params, grads, old, key) for key in params.groups], AHEAD)
 
     def combine(self, params: Sharded, old: MuonState, parts: Sequence[object]) -> MuonState:

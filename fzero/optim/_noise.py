@@ -14,6 +14,7 @@ from fzero.base.follow import follows, root
 from fzero.base.random import Seeds
 from fzero.formats.bits import Counters, counters_of, first_of, normal
 from fzero.formats.formats import ALIGN, CHUNK
+from fzero.optim._leaf_states import need_whole_leaves
 from fzero.optim.base import need_hypers
 from fzero.state.replicated_to_sharded import to_sharded
 from fzero.state.sharded import Draw, Sharded
@@ -56,7 +57,7 @@ def gradient_noise(eta: Number = 0.01, gamma: Number = 0.55, seed: int = 0) -> G
     need_hypers("gradient_noise", eta=(eta, f"{least} 0"), gamma=(gamma, f"{least} -16"))
     seed = need_int(seed, "gradient_noise", "seed")
     return GradientTransformation(
-        _begun, functools.partial(_gradient_noise, eta, gamma, seed), by_leaf=True, blank=True, elementwise=True
+        _begun, functools.partial(_gradient_noise, eta, gamma, seed), blank=True, elementwise=True
     )
 
 
@@ -70,6 +71,7 @@ def _gradient_noise(
     count = state.count.value
     size, new = _deviation(eta, gamma, count), NoiseState(state.count.next())
     if not isinstance(grads, Sharded):
+        need_whole_leaves("gradient_noise")
         names, leaves, spec = pytree.named_leaves(grads)
         draw = Draw(Seeds(0, seed).next(), count)
         pairs = zip(names, leaves, strict=True)

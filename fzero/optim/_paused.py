@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from fzero.comm.waits import finish_all
-from fzero.optim.base import call_fused, taken, values
+from fzero.optim.base import call_fused
 from fzero.state.sharded import Sharded
 from fzero.table.optimizer import Arrived, GradientTransformation, Paused
 
@@ -95,7 +95,7 @@ def call_paused(
     """An update of params and state in place: `member.paused`, or one that does not pause."""
     if member.paused is None:
         return call_fused(member, params, grads, state, extra)
-    run = member.paused(params, grads if member.by_leaf else values(grads), state, **taken(member.paused, extra))
+    run = member.paused(params, grads, state, **extra)
     del grads, state  # or those of every group that waits would be kept
     return (yield from run)
 

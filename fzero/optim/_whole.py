@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -23,6 +25,7 @@ from fzero.optim._leaf_states import (
     flat,
     like_leaf,
     need_kept,
+    need_whole_leaves,
     numbers_of,
     of_leaf,
     said_of,
@@ -30,11 +33,12 @@ from fzero.optim._leaf_states import (
     with_others,
 )
 from fzero.optim._paused import Steps, run_all, together
-from fzero.optim.base import taken, takes, values, write_values
+from fzero.optim.base import keywords_of, values, write_values
 from fzero.state.moments import copied
 from fzero.state.owners import Leaves, everywhere, joined, on_every_rank, owned, owners, start_slices, start_whole
 from fzero.state.replicated_to_sharded import slice_in
 from fzero.state.sharded import Draw, Sharded
+from fzero.state.sliced import lies_in_slices
 from fzero.table.layout import Key, Slot
 from fzero.table.needs import need_optimizer
 from fzero.table.optimizer import GradientTransformation, Number, Paused, members_of
@@ -44,7 +48,7 @@ AHEAD = 1  # groups that are on their way to their owners while one is computed 
 
 
 class WholeState(NamedTuple):
-    """State of `fz.whole`.
+    """State of `fz.whole`. An optimizer that is declared elementwise has `slices` in the place of `trees`.
 
     Attributes:
         trees: tensors with the shape of their leaf, sharded as moments are.
@@ -91,30 +95,23 @@ def whole(optimizer: GradientTransformation) -> GradientTransformation:
                 [ 0.0000, -0.1000]])
     """
     need_optimizer(optimizer, "whole")
-    return _whole(optimizer)
+    return on_whole_leaves(optimizer)
 
 
-def of_slices(optimizer: GradientTransformation, who: str, argument: str = "optimizer") -> GradientTransformation:
-    """One that may be given slices of leaves: itself if it is declared elementwise, else on whole leaves."""
-    need_optimizer(optimizer, who, argument)
-    return optimizer if optimizer.elementwise else _whole(optimizer)
-
-
-def _whole(optimizer: GradientTransformation) -> GradientTransformation:
+def on_whole_leaves(optimizer: GradientTransformation) -> GradientTransformation:
     if any(member.needs == "norm" for member in members_of(optimizer)):
         raise ValueError(
             "whole: got an optimizer that needs the norm of all leaves, expected one that treats each by itself. "
             "Clip before: fz.chain(fz.clip_by_global_norm(1.0), fz.whole(...))."
         )
-    own = _Whole(optimizer)
+    own = Whole(optimizer)
     return GradientTransformation(
         own.init,
         own.update,
         None,
         own.label,
         own.metrics if optimizer.metrics else None,
-        by_leaf=True,
-        needs="norm" if is_others(optimizer.update) and takes(optimizer.update, "grad_norm") else "",
+        needs="norm" if is_others(optimizer.update) and own.taken({"grad_norm": 0}) else "",
         exchanges=2,
         paused=own.paused,
         combine=own.combine,
@@ -123,56 +120,89 @@ def _whole(optimizer: GradientTransformation) -> GradientTransformation:
 
 
 @dataclass(frozen=True)
-class _Whole:
+class Whole:
     optimizer: GradientTransformation
+    who: ClassVar[str] = "whole"
+    state: ClassVar[Callable[..., Any]] = WholeState
 
     def label(self, path: str) -> str:
         return f"whole {self.optimizer.label(path) if self.optimizer.label else 'optimizer'}"
 
-    def metrics(self, old: WholeState) -> dict[str, Number]:
+    def metrics(self, old: Any) -> dict[str, Number]:
         assert self.optimizer.metrics is not None
         return self.optimizer.metrics(next(iter(old.rest.values()))) if old.rest else {}
 
+    @functools.cached_property
+    def _keywords(self) -> frozenset[str] | None:
+        return keywords_of(self.optimizer.update)
+
+    def taken(self, extra: Extra) -> Extra:
+        """Those keywords that the update takes."""
+        known = self._keywords
+        return extra if known is None else {name: value for name, value in extra.items() if name in known}
+
     # ---- a leaf's state, apart and together
 
-    def init(self, params: object) -> WholeState:
+    def init(self, params: object) -> Any:
         if not isinstance(params, Sharded):
+            need_whole_leaves(self.label("*"))
             names, leaves, _ = pytree.named_leaves(params)
-            return WholeState((), {n: self.optimizer.init({n: x}) for n, x in zip(names, leaves, strict=True)})
+            return self.state((), {n: self.optimizer.init({n: x}) for n, x in zip(names, leaves, strict=True)})
         params = values(params)
         rest, trees = dict[str, object](), list[dict[Key, torch.Tensor]]()
         for key in params.groups:
-            leaves, slots = everywhere(params, key), params.layout.groups[key].slots
+            leaves, slots = self._leaves(params, key), params.layout.groups[key].slots
             parts: list[Leaves] = []
             for slot in slots:
                 leaf = leaves[slot.leaf].clone()  # of which it may keep a part
-                with seeded(Seeds(0, slot.leaf).next()), of_leaf("init", slot.path, leaf.is_meta):  # alike everywhere
+                with seeded(Seeds(0, slot.leaf).next()), self._of("init", slot, leaf.is_meta):  # alike everywhere
                     entries, spec = flat(self.optimizer.init({slot.path: leaf}))
-                need_kept(slot.path, entries)
-                for place, entry in enumerate(like_leaf(entries, leaf)):
+                need_kept(self.who, slot.path, entries)
+                for place, entry in enumerate(self._in_slices(slot, entries, leaf)):
                     parts += [{} for _ in range(place + 1 - len(parts))]
                     x = entries[entry]
                     assert isinstance(x, torch.Tensor)
                     if math_dtype(x.dtype, leaf.dtype) != leaf.dtype:
-                        raise _too_wide(slot.path, x, leaf)
+                        raise ValueError(
+                            f"{self.who}: the state of leaf {slot.path!r} begins with {named(x)}, expected at most "
+                            f"{leaf.dtype}, which is what slices of this leaf are computed in. Make it so "
+                            "(torch.zeros_like(p)), or give params in torch.float64."
+                        )
                     parts[place][slot.leaf], entries[entry] = x.to(leaf.dtype), Place(place, x.dtype)
                 rest[slot.path] = pytree.unflatten(spec, entries)
             trees += [{} for _ in range(len(parts) - len(trees))]
             for found, own in zip(trees, parts, strict=False):
                 own = {leaf: own.get(leaf, torch.zeros_like(x)) for leaf, x in leaves.items()}
-                found[key] = slice_in(params, key, own, params.local(key).dtype)
+                found[key] = self._slice(params, key, own)
         for found in trees:  # all have all groups, whatever leaves are in one, so that a state goes into other units
             for key in params.groups:
-                found.setdefault(key, torch.zeros_like(params.local(key)))
                 row = params.layout.groups[key].row
                 if isinstance(row.policy.moment, str):
                     raise ValueError(
-                        f"params[{row.path!r}]: its policy stores moments as {row.policy.moment!r}, which fz.whole "
-                        "does not support: it does not know which tensors may be negative. Give moment= a dtype."
+                        f"params[{row.path!r}]: its policy stores moments as {row.policy.moment!r}, which its "
+                        f"optimizer ({row.optimizer}) cannot carry: nothing says which of its tensors may be negative. "
+                        "fz.adamw, adam, lion, sgd and muon can, alone or in fz.chain and fz.partition. With others, "
+                        "store moments in a dtype: fz.Policy.compact16(moment=torch.float32)."
                     )
+                found[key] = found.get(key, torch.zeros_like(params.local(key))).to(row.policy.moment)
         said = "\n".join(f"{path}: {list(map(said_of, flat(state)[0]))}" for path, state in rest.items())
         params.axis.check_same(said, "fz.whole: the states of leaves", "Make the same of a leaf on every rank.")
-        return WholeState(tuple([params.with_buffers(found) for found in trees]), rest)
+        return self.state(tuple([params.with_buffers(found) for found in trees]), rest)
+
+    def _leaves(self, params: Sharded, key: Key) -> Leaves:
+        """The leaves of a group as the optimizer is given them."""
+        return everywhere(params, key)
+
+    def _slice(self, params: Sharded, key: Key, leaves: Leaves) -> torch.Tensor:
+        """This rank's slice of a buffer of such leaves."""
+        return slice_in(params, key, leaves, params.local(key).dtype)
+
+    def _in_slices(self, slot: Slot, entries: Sequence[object], leaf: torch.Tensor) -> list[int]:
+        """Which entries of a leaf's state are kept in slices: those of its shape, where it is a matrix or large."""
+        return like_leaf(entries, leaf) if lies_in_slices(leaf.shape) else []
+
+    def _of(self, what: str, slot: Slot, on_meta: bool = False) -> contextlib.AbstractContextManager[None]:
+        return of_leaf(what, slot.path, f"fz.{self.who}", on_meta)
 
     def _of_leaf(
         self,
@@ -198,30 +228,30 @@ class _Whole:
         before = private.version(p)
         run, draw = self.optimizer.update, draw or Draw(0, 0)
         # so that whoever updates this leaf draws the same
-        with seeded(Seeds(draw.seed, draw.count, slot.leaf).next()), of_leaf("update", path):
-            found = run({path: g}, pytree.unflatten(spec, state), {path: p}, **taken(run, extra))
+        with seeded(Seeds(draw.seed, draw.count, slot.leaf).next()), self._of("update", slot):
+            found = run({path: g}, pytree.unflatten(spec, state), {path: p}, **self.taken(extra))
         if private.version(p) != before:
             raise ValueError(
-                f"whole: the update of leaf {path!r} writes to its param in place. That is a copy, so the write is "
-                "lost. Return what is to be added to it as its update."
+                f"{self.who}: the update of leaf {path!r} writes to its param in place. That is a copy, so the write "
+                "is lost. Return what is to be added to it as its update."
             )
         if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[0], Mapping) or path not in found[0]:
             raise ValueError(
-                f"whole: the update of leaf {path!r} is {named(found)}, expected a pair ({{{path!r}: a tensor like the "
-                "leaf}, the next state)."
+                f"{self.who}: the update of leaf {path!r} is {named(found)}, expected a pair ({{{path!r}: a tensor "
+                "like the leaf}, the next state)."
             )
         updates, new = found
         update = updates[path]
         if not isinstance(update, torch.Tensor) or update.shape != p.shape or update.is_complex():
             raise ValueError(
-                f"whole: the update of leaf {path!r} is {named(update)}, expected a tensor like the leaf, of shape "
-                f"{tuple(p.shape)} and real numbers."
+                f"{self.who}: the update of leaf {path!r} is {named(update)}, expected a tensor like the leaf, of "
+                f"shape {tuple(p.shape)} and real numbers."
             )
         before = [y if isinstance(y, torch.Tensor) else x for x, y in zip(had, state, strict=True)]
         if otherwise := changed(pytree.unflatten(spec, before), new):
             raise ValueError(
-                f"whole: the state of leaf {path!r} is another one after an update: {otherwise}. A state keeps the "
-                "structure, the shapes and the dtypes of what its init returned. Start with zeros for what comes "
+                f"{self.who}: the state of leaf {path!r} is another one after an update: {otherwise}. A state keeps "
+                "the structure, the shapes and the dtypes of what its init returned. Start with zeros for what comes "
                 "later."
             )
         entries, _ = flat(new)
@@ -232,22 +262,19 @@ class _Whole:
 
     # ---- all leaves
 
-    def update(self, grads: object, old: WholeState, params: object, **extra: object) -> tuple[object, WholeState]:
+    def update(self, grads: object, old: Any, params: object, **extra: object) -> tuple[object, Any]:
         if not isinstance(grads, Sharded) or not isinstance(params, Sharded):
+            need_whole_leaves(self.label("*"))
             names, _, spec = pytree.named_leaves(grads)
             own = zip(names, *map(pytree.leaves, copied((grads, params))), strict=True)  # which it may write to
             run, found = self.optimizer.update, dict[str, tuple[Any, object]]()
             for n, g, p in own:
-                with of_leaf("update", n):
-                    found[n] = run({n: g}, copied(old.rest[n]), {n: p}, **taken(run, extra))
+                with of_leaf("update", n, f"fz.{self.who}"):
+                    found[n] = run({n: g}, copied(old.rest[n]), {n: p}, **self.taken(extra))
             updates = pytree.unflatten(spec, [found[name][0][name] for name in names])
-            return updates, WholeState((), _counted(old, {name: found[name][1] for name in names}))
+            return updates, self.state((), counted(old, {name: found[name][1] for name in names}))
         if not is_transformed():
-            own = WholeState(tuple([tree.map(torch.clone) for tree in old.trees]), old.rest)  # as they are written
-            keys = list(params.groups)
-            made = run_all([self._moved(params, grads, own, key, extra) for key in keys], AHEAD)
-            updates = grads.with_buffers({key: update for key, (update, _) in zip(keys, made, strict=True)}, 1.0)
-            return updates, self.combine(params, own, [[part for _, part in made]])
+            return self._updated(grads, old, params, extra)
         rest = {path: old.rest[path] for path in grads}
 
         def one(slot: Slot, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -255,8 +282,15 @@ class _Whole:
             update, rest[slot.path], new = self._of_leaf(slot, rest[slot.path], g, p, state, params.draw, extra)
             return [update, *new]
 
-        updates, *trees = on_every_rank((grads, params, *old.trees), one)  # as a transform may go on through it
-        return updates, WholeState(tuple(trees), _counted(old, rest))
+        updates, *trees = on_every_rank((grads, params, *old[0]), one)  # as a transform may go on through it
+        return updates, self.state(tuple(trees), counted(old, rest))
+
+    def _updated(self, grads: Sharded, old: Any, params: Sharded, extra: Extra) -> tuple[Sharded, Any]:
+        own = WholeState(tuple([tree.map(torch.clone) for tree in old.trees]), old.rest)  # as they are written
+        keys = list(params.groups)
+        made = run_all([self._moved(params, grads, own, key, extra) for key in keys], AHEAD)
+        updates = grads.with_buffers({key: update for key, (update, _) in zip(keys, made, strict=True)}, 1.0)
+        return updates, self.combine(params, own, [[part for _, part in made]])
 
     def paused(self, params: Sharded, grads: Sharded, old: WholeState, **extra: object) -> Paused:
         return together([self._group(params, grads, old, key, extra) for key in params.groups], AHEAD)
@@ -288,7 +322,7 @@ class _Whole:
         made, part = self._computed(params, key, whole, old.rest, extra)
         del whole
         pieces = yield start_slices(params, key, made, like, "updates of leaves")
-        update, *new = [joined(params, key, each, like) for each in pieces]
+        update, *new = [joined(params, key, each) for each in pieces]
         for tree, x in zip(own, new, strict=True):
             write_values(tree, key, x, params.draw or Draw(0, 0))
         return update, part
@@ -324,10 +358,10 @@ class _Whole:
         for (rank, slot), x in zip(slots, tensors, strict=True):
             if rank != axis.rank:
                 rest[slot.path] = with_others(rest[slot.path], x, numbers[rank][slot.path])
-        return _counted(old, rest)
+        return counted(old, rest)
 
 
-def _counted(old: WholeState, rest: Mapping[str, object]) -> dict[str, object]:
+def counted(old: Any, rest: Mapping[str, object]) -> dict[str, object]:
     """The states of all leaves after an update of some: the others are frozen, and count the run's updates on."""
     is_count = lambda x: isinstance(x, pytree.Count)
     own = lambda state: pytree.map(lambda x: x.next() if is_count(x) else x, state, is_leaf=is_count)
@@ -354,10 +388,3 @@ def _all_well(axis: Axis, parts: Sequence[_Part], numbers: Numbers) -> list[Numb
         for own in (errors, *[part.errors for part in parts]):
             own.clear()  # or they and the frames that they went through would hold each other
     return [own for _, own in heard]
-
-
-def _too_wide(path: str, entry: torch.Tensor, leaf: torch.Tensor) -> ValueError:
-    return ValueError(
-        f"whole: the state of leaf {path!r} begins with {named(entry)}, expected at most {leaf.dtype}, which is what "
-        "slices of this leaf are computed in. Make it so (torch.zeros_like(p)), or give params in torch.float64."
-    )

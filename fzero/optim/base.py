@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import inspect
 import math
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -15,15 +13,14 @@ from typing import Any, TypeVar
 import torch
 
 from fzero.base import pytree
-from fzero.base.follow import any_follows, follows, is_transformed
-from fzero.base.rebound import is_others, rebound, tensors_held
+from fzero.base.follow import any_follows, follows
+from fzero.base.rebound import rebound, tensors_held
 from fzero.formats.bits import Counters
 from fzero.kernels.onepass import Formula, math_dtype, run, write
-from fzero.optim._returned import need_params, returned, versions
 from fzero.state.counts import by_counts, spans
-from fzero.state.moments import apart, copied, zeros_like
+from fzero.state.moments import zeros_like
 from fzero.state.replicated_to_sharded import cuts, to_sharded
-from fzero.state.sharded import Draw, Sharded, is_sharded, map_trees
+from fzero.state.sharded import Draw, Sharded, is_sharded, map_trees, together
 from fzero.table.layout import Key
 from fzero.table.needs import is_component, need_rate, need_scalar, numbers_in
 from fzero.table.optimizer import GradientTransformation, Number, Schedule
@@ -155,7 +152,7 @@ class Elementwise(Rated):
     @property
     def transformation(self) -> GradientTransformation:
         return GradientTransformation(
-            self.init, self.update, self.fused, self.label, self.metrics, by_leaf=True, blank=True, elementwise=True
+            self.init, self.update, self.fused, self.label, self.metrics, blank=True, elementwise=True
         )  # fmt: skip
 
     def init(self, params: object) -> Kept:
@@ -165,27 +162,17 @@ class Elementwise(Rated):
         now = rate(self.lr, old[0].value)
         if not isinstance(grads, Sharded) or not cuts(grads) or not any_follows((now, *self._tensors)):
             return self._update(grads, old, params)
-        # each group by itself, as its slices say over which ranks the cotangents of numbers are summed
-        updates: dict[object, torch.Tensor] = {}
-        moments: list[dict[object, torch.Tensor]] = [{} for _ in old[1:]]
-        new = old
+        # each group by itself, as its slices say over which ranks the cotangents of numbers are summed; a schedule is
+        # asked before: what it computes with all ranks have alike
+        own, parts = dataclasses.replace(self, lr=now), list[tuple[object, ...]]()
         for key in grads.groups:
-            of_group = [tree.only([key]) if isinstance(tree, Sharded) else tree for tree in (grads, *old[1:], params)]
-            # a schedule is asked before: what it computes with all ranks have alike
-            here = rebound(
-                dataclasses.replace(self, lr=now), lambda x, key=key: to_sharded(grads, key, x) if follows(x) else x
-            )
-            own, new = here._update(of_group[0], self.state(old[0], *of_group[1:-1]), of_group[-1])
-            assert isinstance(own, Sharded)
-            updates |= own.locals()
-            for buffers, tree in zip(moments, new[1:], strict=True):
-                if isinstance(tree, Sharded):
-                    buffers |= tree.locals()
-        trees = [
-            tree.with_buffers(buffers) if isinstance(tree, Sharded) else tree
-            for tree, buffers in zip(new[1:], moments, strict=True)
-        ]
-        return grads.with_buffers(updates), self.state(new[0], *trees)
+            here = rebound(own, lambda x, key=key: to_sharded(grads, key, x) if follows(x) else x)
+            g, *kept, p = [x.only([key]) if isinstance(x, Sharded) else x for x in (grads, *old[1:], params)]
+            updates, new = here._update(g, self.state(old[0], *kept), p)
+            parts.append((updates, *new[1:]))
+        columns = zip(*parts, strict=True)
+        updates, *moments = [together(trees) if is_sharded(trees[0]) else trees[0] for trees in columns]
+        return updates, self.state(old[0].next(), *moments)
 
     def _update(self, grads: object, old: Kept, params: object) -> tuple[object, Kept]:
         now = rate(self.lr, old[0].value)
@@ -196,12 +183,7 @@ class Elementwise(Rated):
             updates = pytree.map(lambda u, p: less(u, now * self.decoupled, p), updates, params)
         return updates, self.state(old[0].next(), *moments)
 
-    def fused(self, params: object, grads: Sharded, old: Kept) -> Kept:
-        if not isinstance(params, Sharded):
-            wide_params, wide_grads, *wide = [pytree.map(_wide, tree) for tree in (params, grads, *old[1:])]
-            updates, new = self.update(wide_grads, self.state(old[0], *wide), wide_params)
-            pytree.map(torch.Tensor.copy_, (params, old[1:]), (pytree.map(torch.add, wide_params, updates), new[1:]))
-            return self.state(new[0], *old[1:])
+    def fused(self, params: Sharded, grads: Sharded, old: Kept) -> Kept:
         if self._tensors:
             return self._in_numbers().fused(params, grads, old)
         now, draw = known(rate(self.lr, old[0].value)), params.draw or Draw(0, 0)
@@ -250,15 +232,9 @@ def values(tree: Tree) -> Tree:
     if not isinstance(tree, Sharded):
         return tree
 
-    def one(key: Key, x: torch.Tensor) -> torch.Tensor:
-        return _wide(x) / tree.scale if tree.scale != 1.0 else _wide(x)
-
-    own = tree.with_buffers({key: one(key, x) for key, x in tree.locals().items()}, 1.0)
-    return own.replaced(draw=tree.draw)  # type: ignore[return-value]
-
-
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    return x.to(math_dtype(x.dtype))
+    wide = {key: x.to(math_dtype(x.dtype)) for key, x in tree.locals().items()}
+    own = wide if tree.scale == 1.0 else {key: x / tree.scale for key, x in wide.items()}
+    return tree.with_buffers(own, 1.0).replaced(draw=tree.draw)  # type: ignore[return-value]
 
 
 def write_values(tree: Sharded, key: Key, value: torch.Tensor, draw: Draw) -> None:
@@ -270,97 +246,45 @@ def write_values(tree: Sharded, key: Key, value: torch.Tensor, draw: Draw) -> No
 def call_update(
     member: GradientTransformation, updates: object, state: object, params: object, extra: Mapping[str, object]
 ) -> tuple[Any, Any]:
-    """`member.update` with those keywords that it takes; optax-shaped members of the user take none.
-
-    A user's own may write in place to what it is given of updates and of its state, which are then copies.
-    """
-    given = updates, state
+    """`member.update` of values; of trees as they are stored, if it scales."""
     if not member.scales:
         updates, params, state = values(updates), values(params), map_trees(values, state)
-    if not is_others(member.update):
-        return member.update(updates, state, params, **taken(member.update, extra))
-    updates, state = copied((updates, state)) if is_transformed() else apart((updates, state), given)
-    before = versions(params)
-    found = member.update(updates, state, params, **taken(member.update, extra))
-    need_params(params, before)
-    return returned(found, updates, state)
+    return member.update(updates, state, params, **extra)
 
 
 def call_fused(
     member: GradientTransformation, params: Sharded, grads: object, state: object, extra: Mapping[str, object]
 ) -> object:
-    """Updates params and state in place: by `member.fused`, or by its update, whose results are written over them.
-
-    A user's `fused` knows nothing of formats: it is called where the params are stored as values.
-    """
-    fused: Callable[..., object] | None = member.fused
-    forms = [params.format(key) for key in params.groups] if fused is None or is_others(fused) else []
-    if fused is None or any(not form.plain or form.rounds for form in forms):
-        updates, new = written("step.update: the optimizer", member, grads, state, params, extra)
-        assert isinstance(updates, Sharded)
-        after, draw = values(params).map(torch.add, values(updates)), params.draw or Draw(0, 0)
-        for key in params.groups:
-            write_values(params, key, after.local(key), draw)
-        return new
-    given, grads = grads, grads if member.by_leaf else values(grads)
-    if is_others(fused):  # which writes to trees of its state that are its own, and perhaps to other tensors
-        grads = apart(grads, given)
-        state = pytree.map(lambda x: x if isinstance(x, Sharded) else copied(x), state, is_leaf=is_sharded)
-    return fused(params, grads, state, **taken(fused, extra))
+    """Updates params and state in place: by `member.fused`, or by its update, whose results are written over them."""
+    if member.fused is not None:
+        return member.fused(params, grads, state)
+    updates, new = written(member, grads, state, params, extra)
+    after, draw = values(params).map(torch.add, values(updates)), params.draw or Draw(0, 0)
+    for key in params.groups:
+        write_values(params, key, after.local(key), draw)
+    return new
 
 
 def written(
-    who: str, member: GradientTransformation, updates: object, state: object, params: Any, extra: Mapping[str, object]
-) -> tuple[object, object]:
+    member: GradientTransformation, updates: object, state: object, params: Any, extra: Mapping[str, object]
+) -> tuple[Any, object]:
     """`member.update`, and its next state written over the old one, in the formats of that."""
     updates, new = call_update(member, updates, state, params, extra)
     if member.scales:  # it keeps nothing
         return updates, new
-    updates = apart(updates, state)  # as it may pass on what it kept
     draw = params.draw or Draw(0, 0)
 
-    def one(after: object, before: object) -> object:
-        if not is_sharded(after) and not is_sharded(before):
+    def one(after: Any, before: object) -> object:
+        if not is_sharded(before):
             return after
-        if not (is_sharded(after) and is_sharded(before) and after.groups == before.groups):
-            raise ValueError("A tree of it is of other leaves than before.")
         for key, value in values(after).locals().items():
             write_values(before, key, value, draw)
         return before
 
-    try:  # a count, which is no leaf, is the new one's
-        return updates, pytree.map(one, apart(new, params, state), state, is_leaf=is_sharded)
-    except ValueError as error:
-        raise ValueError(
-            f"{who} returned a state of another structure than it was given. A state keeps the structure of what its "
-            f"init returned. Start with zeros for what comes later. ({error})"
-        ) from error
+    return updates, pytree.map(one, new, state, is_leaf=is_sharded)  # a count, which is no leaf, is the new one's
 
 
-def taken(fn: Callable[..., object], extra: Mapping[str, object]) -> Mapping[str, object]:
-    """Those keywords that a function takes."""
-    return {name: value for name, value in extra.items() if takes(fn, name)}
-
-
-def takes(fn: Callable[..., object], name: str) -> bool:
-    known = _keywords(fn)
-    return known is None or name in known
-
-
-_known: weakref.WeakKeyDictionary[object, tuple[str, ...] | None] = weakref.WeakKeyDictionary()
-
-
-def _keywords(fn: Any) -> tuple[str, ...] | None:
-    """The names of a function's parameters, None where it takes any; a fused update asks for every group.
-
-    What is noted holds no function, which may hold tensors, and these a graph.
-    """
-    fn = fn.forward if isinstance(fn, torch.nn.Module) else fn  # whose __call__ takes anything
-    key = getattr(fn, "__func__", fn)
-    with contextlib.suppress(KeyError, TypeError):  # some callables cannot be referred to weakly
-        return _known[key]
-    own = inspect.signature(fn).parameters
-    names = None if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in own.values()) else tuple(own)
-    with contextlib.suppress(TypeError):
-        _known[key] = names
-    return names
+def keywords_of(fn: Any) -> frozenset[str] | None:
+    """The names of a function's parameters, None where it takes any."""
+    own = inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn).parameters
+    return None if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in own.values()) else frozenset(own)

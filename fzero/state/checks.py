@@ -6,15 +6,17 @@ Some cannot be transformed: what torch.func differentiates or maps, they would t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from fzero.base import private, pytree
 from fzero.base.context import in_differentiated, jitting
-from fzero.base.follow import below_unless, is_transformed
+from fzero.base.follow import below_unless, is_transformed, tangents_of
 from fzero.base.rebound import holds_others, tensors_held, tensors_reached
+from fzero.comm.axis import Axis
 from fzero.state.sharded import entries_of, is_sharded
 from fzero.stores.disk import Disk
 from fzero.table.layout import Layout
@@ -197,3 +199,30 @@ def _named_tensors(tree: object) -> Iterator[tuple[str, torch.Tensor]]:
             yield from [(name, x) for x in entries if isinstance(x, torch.Tensor)]
         if isinstance(node, torch.Tensor):
             yield name, node
+
+
+# ---- checksums, by which ranks find out whether they have the same values
+
+
+def checksum(leaf: torch.Tensor) -> int:
+    if private.is_fake(leaf) or jitting.get() is not None:
+        return 0
+    with private.below_transforms():
+        data = private.unwrapped(leaf).detach().reshape(-1).cpu().contiguous().view(torch.uint8).numpy()
+    return zlib.crc32(data)  # type: ignore[arg-type]
+
+
+def checksums(x: torch.Tensor) -> str:
+    tangents = "".join(f", a tangent with checksum {checksum(tangent + 0.0)}" for tangent in tangents_of(x))
+    return f"checksum {checksum(x)}{tangents}"
+
+
+def check_values(axis: Axis, tensors: Iterable[torch.Tensor], what: str, advice: str) -> None:
+    """Raises ValueError on every rank where the ranks have other tensors.
+
+    Args:
+        what: they are, in words.
+        advice: what to do.
+    """
+    said = [f"a tensor of shape {tuple(x.shape)} with {checksums(x)}" for x in tensors]
+    axis.check_same("\n".join(said), what, advice)

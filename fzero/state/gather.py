@@ -16,7 +16,7 @@ from fzero.base.patterns import matches
 from fzero.state.beyond import Distant, Measurable
 from fzero.state.checks import open_to_transforms
 from fzero.state.sharded import Sharded, check_buffers, is_sharded
-from fzero.state.squares import LeafSquares, over_ranks, square, squares_of, sum_of_squares
+from fzero.state.squares import LeafSquares, over_ranks, square, squares_of
 from fzero.state.stream import is_kept, leaves_of, need_match, need_receiver, need_whole_alike
 from fzero.state.train_state import TrainState
 
@@ -176,4 +176,4 @@ def squares_in(grads: Sharded, argument: str = "grads") -> tuple[torch.Tensor, L
     """The sum of squares over all leaves and shards, a 0-d float64 tensor, and `squares_of` them."""
     with open_to_transforms("fz.global_norm", **{argument: grads}) as (_, own):
         squares = squares_of(own)
-        return sum_of_squares(squares, own), squares
+        return over_ranks(squares, own).sum(), squares

@@ -14,8 +14,7 @@ from fzero.base.arguments import named
 from fzero.base.follow import below_unless
 from fzero.comm.axis import Axis
 from fzero.formats.formats import encode
-from fzero.state.checks import begins_with, goes_on, need_derivative
-from fzero.state.checksums import checksums
+from fzero.state.checks import begins_with, checksums, goes_on, need_derivative
 from fzero.state.moments import init_extras, init_moments
 from fzero.state.replicated_to_sharded import cuts, held_of, slice_in
 from fzero.state.scatter import cut

@@ -8,17 +8,13 @@ from typing import Any, TypeVar
 import torch
 
 from fzero.base import private, pytree
-from fzero.base.arguments import named
 from fzero.base.rebound import is_others
 from fzero.formats.formats import zeros
-from fzero.kernels.onepass import math_dtype
 from fzero.state.counts import counted
 from fzero.state.placing import placed
 from fzero.state.sharded import Sharded, entries_of, is_sharded, map_trees, part_names, trees_of
 from fzero.stores.away import Buffer
 from fzero.table.layout import Key
-from fzero.table.optimizer import GradientTransformation
-from fzero.table.rows import Row
 from fzero.table.spec import Extra, Spec
 
 Tree = TypeVar("Tree")
@@ -35,43 +31,8 @@ def init_moments(step: Spec, params: Sharded, without_memory: bool = False) -> o
     if step.optimizer.blank and without_memory:
         entries = template.entries.items()
         template = template.over({name: torch.empty(x.numel(), dtype=x.dtype, device="meta") for name, x in entries})
-    if not step.optimizer.by_leaf:  # who does not know of formats is given values
-        template = template.with_buffers(template.locals())
-    try:
-        moments = begun(step.optimizer, template)
-    except RuntimeError as error:  # as torch's are of what has no values
-        if params.device.type == "meta":
-            error.add_note(
-                "This was in the init of the step's optimizer, of params without values, as a plan has them. Let it go "
-                "by shapes and dtypes, or begin one leaf at a time: fz.whole(optimizer)."
-            )
-        raise
-    moments = placed_moments(to_moment_dtype(moments))
+    moments = placed_moments(step.optimizer.init(template))
     return counted(moments, layout, lambda item, path: False) if layout.keeping else moments
-
-
-def begun(optimizer: GradientTransformation, params: object) -> object:
-    """What an optimizer's init makes of a tree. A user's own keeps what is like leaves in trees like that.
-
-    Other tensors would be kept and loaded as they are, by buffers, which are other ones in another layout.
-
-    Raises:
-        TypeError: it begins with other tensors of more than one number.
-    """
-    state = optimizer.init(params)
-    if not is_sharded(params) or not is_others(optimizer.init):
-        return state
-    own = lambda x: is_sharded(x) or type(x).__module__.partition(".")[0] == "fzero"  # what fz.whole keeps
-    for name, x in zip(*pytree.named_leaves(state, own)[:2], strict=True):
-        if isinstance(x, torch.Tensor) and x.ndim:
-            label = optimizer.label(next(iter(params))) if optimizer.label else optimizer.init
-            raise TypeError(
-                f"the state of an optimizer of your own ({label}) begins with {named(x)} at {name!r}, expected trees "
-                "like the params (params.map(torch.zeros_like), or a tree_map over params), 0-d tensors and numbers: a "
-                "list or a dict of the tensors of buffers is in no order of leaves, and what is not of leaves, as the "
-                "last norms, is a list of 0-d tensors. fz.whole(optimizer) takes any tensors, for each leaf by itself."
-            )
-    return state
 
 
 def placed_moments(moments: object) -> Any:
@@ -123,7 +84,7 @@ def _placed(extra: Extra, value: object, params: Sharded) -> object:
                     f"{params.layout.groups[key].slots[0].path!r}, expected the {expected} of this rank's slice. Map "
                     "over a tree with functions that keep shapes."
                 )
-    return placed_moments(apart(map_trees(lambda tree: tree.only(tree.groups), value), params))
+    return placed_moments(_apart(map_trees(lambda tree: tree.only(tree.groups), value), params))
 
 
 def copied(tree: Tree) -> Tree:
@@ -131,12 +92,9 @@ def copied(tree: Tree) -> Tree:
     return pytree.map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, tree)
 
 
-def apart(tree: object, *others: object) -> Any:
-    """The tree, its tensors copied where they lie in the memory of others, which are about to be overwritten."""
-    nodes = pytree.flatten(others, is_leaf=is_sharded)[0]
-    buffers = [entries_of(x) if is_sharded(x) else (x,) for x in nodes]
-    # what is away shares memory with nothing, and is not brought to be asked
-    taken = {_memory(x) for own in buffers for x in own} - {None}
+def _apart(tree: object, params: Sharded) -> object:
+    """The tree, its tensors copied where they lie in the memory of the params, which are about to be overwritten."""
+    taken = {_memory(x) for x in entries_of(params)} - {None}  # what is away shares memory with nothing
     return pytree.map(lambda x: x.clone() if _memory(x) in taken else x, tree)
 
 
@@ -144,50 +102,6 @@ def _memory(x: object) -> object:
     """The storage of a tensor, None for what has none that could be overwritten."""
     own = isinstance(x, torch.Tensor) and not private.is_wrapped(x) and x.layout == torch.strided
     return x.untyped_storage()._cdata if own else None  # type: ignore[union-attr]
-
-
-def to_moment_dtype(moments: object) -> object:
-    """The optimizer's trees in the table's moment dtypes; moments in 8 bits must be there already."""
-
-    def one(name: str, tree: object) -> object:
-        if not is_sharded(tree) or tree.kind in ("signed", "nonnegative"):
-            return tree
-        buffers = {}
-        for key, own in tree.locals().items():
-            row = tree.layout.groups[key].row
-            if isinstance(row.policy.moment, str):
-                raise ValueError(
-                    f"params[{row.path!r}]: its policy stores moments as {row.policy.moment!r}, which its optimizer "
-                    f"({row.optimizer}) cannot carry: nothing says whether {f'state.moments.{name}'.rstrip('.')} may "
-                    "be negative. fz.adamw, adam, lion, sgd, muon and adafactor can, alone or in fz.chain and "
-                    "fz.partition. With others, store moments in a dtype: fz.Policy.compact16(moment=torch.float32)."
-                )
-            need_dtype(f"params[{row.path!r}]: its optimizer ({row.optimizer}) begins with moments", own, row)
-            buffers[key] = own.to(row.policy.moment)
-        return tree.with_buffers(buffers)
-
-    names, nodes, structure = pytree.named_leaves(moments, is_sharded)
-    return pytree.unflatten(structure, [one(*each) for each in zip(names, nodes, strict=True)])
-
-
-def need_dtype(what: str, x: torch.Tensor, row: Row) -> None:
-    """Refuses moments that their leaf's format would not hold: integers, and floating numbers that are wider."""
-    if x.is_complex():
-        raise TypeError(
-            f"{what} of dtype {x.dtype}, expected real numbers. Keep real and imaginary parts in two trees."
-        )
-    assert isinstance(row.policy.moment, torch.dtype)
-    widest = torch.promote_types(row.policy.moment, math_dtype(row.policy.param_format.dtype))
-    if not x.is_floating_point():
-        raise TypeError(
-            f"{what} of dtype {x.dtype}, expected floating numbers, as {widest}: buffers of moments hold those. "
-            "fz.whole(optimizer) keeps other dtypes, for each leaf by itself."
-        )
-    if torch.promote_types(widest, x.dtype) != widest:
-        raise TypeError(
-            f"{what} of dtype {x.dtype}, expected at most {widest}. Begin with torch.zeros_like of params, or say "
-            f"fz.Policy(moment={x.dtype})."
-        )
 
 
 def zeros_like(params: object, nonnegative: bool = False) -> Any:

@@ -163,11 +163,6 @@ class Move:
         cut = {leaf.rsplit(".", 2)[0] for leaf in both if lies_in_slices(shapes[leaf_of(leaf)])}
         return {leaf.rsplit(".", 2)[0] for leaf in (*mine.values(), *theirs.values())} - cut
 
-    def begins(self, moments: object) -> frozenset[str]:
-        """The leaves whose moments begin later than the run."""
-        trees = [item for item in items_in("moments", moments) if is_sharded(item.value)] if self.updates else []
-        return frozenset([path for item in trees for path in item.value if not self._has(item.name, path)])
-
     def _has(self, name: str, path: str) -> bool:
         """Whether the moments of a leaf are taken, and there are some."""
         return self._takes(path) and name in self.origin.kinds and self.origin.tree(name).format(path) is not None

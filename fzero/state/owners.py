@@ -62,10 +62,10 @@ def start_whole(tree: Sharded, key: Key, slices: Sequence[torch.Tensor], what: s
         What waits for this rank's own leaves of each buffer, over the tensor axis too.
     """
     layout, axis, mine, count = tree.layout, tree.axis_of(key), owned(tree, key), len(slices)
-    cuts = [_by_leaf(layout, key, axis.rank, own) for own in slices]
+    cuts = [_by_leaf(tree, key, own) for own in slices]
     by = owners(layout, key) if axis.size > 1 else dict.fromkeys(cuts[0], 0)
     send = [[x for cut in cuts for leaf, x in cut.items() if by[leaf] == rank] for rank in range(axis.size)]
-    lengths = [[n for _, n in _bounds(layout, key, rank, mine)] * count for rank in range(axis.size)]
+    lengths = [[own[slot.leaf] for slot in mine] * count for own in _lengths(layout, key)]
     wait = _start_exchange(axis, send, lengths, slices[0], f"{what} of {key}")
 
     def finish() -> list[Leaves]:
@@ -99,9 +99,10 @@ def start_slices(
         return lambda: flat
     by = owners(layout, key)
     theirs = [[slot for slot in slots if by[slot.leaf] == rank] for rank in range(axis.size)]
-    bounds = [_bounds(layout, key, rank, mine) for rank in range(axis.size)]
-    send = [[x.narrow(0, *at) for own in flat for x, at in zip(own.values(), each, strict=True)] for each in bounds]
-    lengths = [[n for _, n in _bounds(layout, key, axis.rank, own)] * count for own in theirs]
+    sizes = _lengths(layout, key)
+    parts = [x.split([own[leaf] for own in sizes]) for own in flat for leaf, x in own.items()]
+    send = [[part[rank] for part in parts] for rank in range(axis.size)]
+    lengths = [[sizes[axis.rank][slot.leaf] for slot in own] * count for own in theirs]
     wait = _start_exchange(axis, send, lengths, like, f"{what} of {key}")
 
     def finish() -> list[Leaves]:
@@ -135,26 +136,24 @@ def _start_exchange(
     return finish
 
 
-def joined(tree: Sharded, key: Key, pieces: Mapping[int, torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+def joined(tree: Sharded, key: Key, pieces: Mapping[int, torch.Tensor]) -> torch.Tensor:
     """This rank's slice of a group's buffer, of its pieces of the leaves; gaps are zero."""
-    out = like.new_zeros(tree.layout.shard_numel(key))
-    for leaf, target in _by_leaf(tree.layout, key, tree.rank_of(key), out).items():
+    out = torch.zeros_like(tree.local(key))
+    for leaf, target in _by_leaf(tree, key, out).items():
         target.copy_(pieces[leaf])
     return out
 
 
-def _by_leaf(layout: Layout, key: Key, rank: int, own: torch.Tensor) -> Leaves:
-    pieces = layout.cut(key, rank, own)
-    return {slot.leaf: piece for slot, piece in zip(layout.groups[key].slots, pieces, strict=True)}
+def _by_leaf(tree: Sharded, key: Key, own: torch.Tensor) -> Leaves:
+    """This rank's pieces of the leaves of a group, from its slice."""
+    pieces = tree.layout.cut(key, tree.rank_of(key), own)
+    return {slot.leaf: piece for slot, piece in zip(tree.layout.groups[key].slots, pieces, strict=True)}
 
 
-def _bounds(layout: Layout, key: Key, rank: int, slots: Sequence[Slot]) -> list[tuple[int, int]]:
-    """Where a rank's piece of each of some leaves begins in it, and its length."""
-    size, out = layout.shard_numel(key), list[tuple[int, int]]()
-    for slot in slots:
-        start, stop = [min(max(0, at * size - slot.offset), slot.numel) for at in (rank, rank + 1)]
-        out.append((start, stop - start))
-    return out
+def _lengths(layout: Layout, key: Key) -> list[dict[int, int]]:
+    """Rank -> leaf -> how much of it that rank has; the ranks' pieces follow one another."""
+    ranks = range(layout.groups[key].shards)
+    return [{slot.leaf: stop - start for slot, start, stop in layout.pieces(key, rank)} for rank in ranks]
 
 
 def everywhere(tree: Sharded, key: Key) -> Leaves:

@@ -14,8 +14,7 @@ from fzero.comm.axis import Axis
 from fzero.formats.formats import Format, Grouped, Plain, encode
 from fzero.kernels.onepass import math_dtype
 from fzero.state.beyond import Distant, here
-from fzero.state.checks import open_to_transforms
-from fzero.state.checksums import checksums
+from fzero.state.checks import checksums, open_to_transforms
 from fzero.state.regrouped import codes_of
 from fzero.state.replicated_to_sharded import held_of, slice_in
 from fzero.state.sharded import Sharded, check_buffers, entries_of, is_item, is_sharded

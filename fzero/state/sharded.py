@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -12,10 +13,33 @@ from fzero.base import pytree
 from fzero.base.arguments import named
 from fzero.base.follow import any_follows, is_transformed
 from fzero.comm.axis import Axis
-from fzero.formats.formats import Format, Plain, Stored
-from fzero.state.draw import Draw as Draw
+from fzero.formats.bits import _GOLDEN, Counters, _signed, first_of
+from fzero.formats.formats import ALIGN, Format, Plain, Stored
 from fzero.stores.away import Away, Buffer, Placed, all_owned, shown
 from fzero.table.layout import Key, Layout, Slot
+
+
+@dataclass(frozen=True)
+class Draw:
+    """The origin of the random bits of one update, the units in which its kernels are to be compiled."""
+
+    seed: int
+    count: int
+    compiled: frozenset[str] = frozenset()
+
+    def counters(self, layout: Layout, key: Key, rank: int) -> Counters:
+        """The counters of rank's shard of a group: those of whole leaves; of a tensor rank's slice its own ones."""
+        low, count = rank * layout.shard_numel(key), layout.shard_numel(key) // ALIGN
+        runs, end = list[tuple[int, int, int]](), 0
+        for slot, start, stop in layout.pieces(key, rank):
+            if start < stop:
+                cut = layout.rows[slot.leaf].slices is not None and layout.tensor[1] > 1
+                own = first_of(self.seed, self.count, f"{slot.path} {layout.tensor[0]}" if cut else slot.path)
+                first, end = low + start - slot.offset, -(-stop // ALIGN)
+                runs.append((start // ALIGN, _signed(first // ALIGN * _GOLDEN + own), _GOLDEN))
+        if end < count:
+            runs.append((end, 0, 0))
+        return Counters(tuple(runs), count)
 
 
 class Sharded(Mapping[str, torch.Tensor]):
@@ -344,6 +368,11 @@ def trees_of(tree: object) -> list[Sharded]:
 def map_trees(fn: Callable[..., object], tree: object, *rest: object) -> Any:
     """`fn` over the sharded trees in a pytree, and those at their places in others; its other leaves stay."""
     return pytree.map(lambda x, *xs: fn(x, *xs) if is_sharded(x) else x, tree, *rest, is_leaf=is_sharded)
+
+
+def together(parts: Sequence[Any]) -> Sharded:
+    """One tree of values, of those that have some groups each."""
+    return parts[0].with_buffers({key: x for part in parts for key, x in part.entries.items()})
 
 
 def check_buffers(who: str, name: str, tree: Sharded) -> None:

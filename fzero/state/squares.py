@@ -101,13 +101,8 @@ def _places(layout: Layout, keys: Sequence[Key], ranks: Sequence[int]) -> tuple[
     return np.where(of_row < 0, count, of_row).astype(np.int32), np.flatnonzero(leaves < 0), count
 
 
-def sum_of_squares(squares: LeafSquares, like: Sharded) -> torch.Tensor:
-    """Over all leaves and shards, from `squares_of` every group: in leaf order, so that no cut changes the order."""
-    return over_ranks(squares, like).sum()
-
-
 def over_ranks(squares: LeafSquares, like: Sharded) -> torch.Tensor:
-    """The squares of whole leaves, in leaf order: [leaves]."""
+    """The squares of whole leaves, of this rank's parts, in leaf order, so that no cut changes the order: [leaves]."""
     leaves, total, rows = squares.leaves, squares.vector, like.layout.rows
     total = _joined(
         total,

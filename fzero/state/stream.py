@@ -20,7 +20,7 @@ from fzero.formats.formats import CHUNK, chunks
 from fzero.state.checks import constants
 from fzero.state.sharded import Sharded, check_buffers, entries_of
 from fzero.state.sliced import whole_of
-from fzero.state.squares import squares_of, sum_of_squares
+from fzero.state.squares import over_ranks, squares_of
 from fzero.table.layout import Key, Slot
 
 Leaves = Generator[tuple[str, typing.Any], None, None]  # None where they are another rank's
@@ -192,4 +192,4 @@ def need_whole_alike(tree: Sharded) -> None:
         return
     own = [x for x in entries_of(tree) if isinstance(x, torch.Tensor)]
     if not any(x.requires_grad or private.is_wrapped(x) or private.is_fake(x) for x in own):
-        sum_of_squares(squares_of(tree), tree)
+        over_ranks(squares_of(tree), tree)

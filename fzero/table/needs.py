@@ -11,7 +11,7 @@ from fzero.base.rebound import is_others
 from fzero.table.optimizer import GradientTransformation
 from fzero.table.spec import Spec
 
-_OF_UPDATE = ("fused", "paused", "combine")  # what a step runs for an update
+_OF_UPDATE = ("fused", "paused", "combine")  # what a step runs of fzero's own for an update
 
 
 def is_component(value: object) -> bool:
@@ -80,17 +80,12 @@ def need_optimizer(optimizer: object, who: str, argument: str = "optimizer") -> 
     for name in ("init", "update"):
         if not callable(getattr(optimizer, name)):
             raise wrong(who, f"{argument}.{name}", getattr(optimizer, name), "a function")
-    for name in _OF_UPDATE:
+    own = getattr(optimizer.update, "__self__", None)
+    for name in () if is_others(optimizer.update) else _OF_UPDATE:
         fn = getattr(optimizer, name)
-        if fn is not None and not optimizer.elementwise:
+        if fn is not None and getattr(fn, "__self__", None) is not own:
             raise ValueError(
-                f"{who}: got {argument}.{name}, which is given flat buffers with slices of leaves, expected none of an "
-                f"optimizer that is not declared elementwise. Say elementwise=True if it treats each element by itself."
+                f"{who}: got {argument}={optimizer.label('w') if optimizer.label else 'one'} with another update than "
+                f"its own, which {argument}.{name} would run in its place. Expected both of one: say "
+                "fz.GradientTransformation(init, update), with what is taken over of the other."
             )
-        if fn is None or is_others(fn) or getattr(fn, "__self__", fn) is getattr(optimizer.update, "__self__", None):
-            continue
-        raise ValueError(
-            f"{who}: got {argument}={optimizer.label('w') if optimizer.label else 'one'} with another update than its "
-            f"own, which {argument}.{name} would run in its place. Expected both of one: say "
-            "fz.GradientTransformation(init, update), with what is taken over of the other."
-        )

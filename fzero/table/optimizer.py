@@ -16,28 +16,27 @@ Paused = Generator[Callable[[], Arrived], Arrived, object]
 class GradientTransformation(NamedTuple):
     """An optimizer, or a part of one: a pair of pure functions, `init` and `update`, in optax's shape.
 
-    For your own optimizer give these two. In a step both get whole leaves, one at a time, as `{path: leaf}`: see
+    For your own optimizer give these two. In a step both get one leaf at a time, as `{path: leaf}`: a whole leaf, see
     `fz.whole`. So they may use the shape, the norm or the name of a leaf.
 
-    If yours treats every element by itself, say `elementwise=True`. Then both get pytrees of flat buffers, each with
-    this rank's slices of several leaves, and nothing is gathered. The declaration is not checked: if it is false,
-    updates are wrong as soon as leaves share a buffer or ranks have slices.
+    If yours treats every element by itself, say `elementwise=True`. Then the leaf is flat, under ZeRO this rank's piece
+    of it, perhaps empty, and nothing is gathered. The declaration is not checked: if it is false, updates are wrong as
+    soon as ranks have slices.
 
     `update` may write in place to `updates` and `state`, which are copies.
 
-    The other fields make fzero's own optimizers fast. You need none of them but `metrics`.
+    The other fields make fzero's own optimizers fast. Of yours only `label` and `metrics` are read.
 
     Attributes:
         init: `init(params) -> state`.
         update: `update(updates, state, params) -> (updates, state)`. It may take keywords too, such as `grad_norm`, the
             norm of all gradients, if it stands first in a chain.
-        elementwise: True if both may be given flat buffers with slices of leaves, as they compute each element from the
-            same element of what they are given. fzero's own have it, also where they bring whole leaves themselves.
+        elementwise: True if both may be given pieces of leaves, as they compute each element from the same element of
+            what they are given. fzero's own have it, also where they bring whole leaves themselves.
         fused: `fused(params, grads, state) -> state`: update and apply at once, in place.
         label: `label(path) -> str`: the optimizer of a leaf, for the table.
-        metrics: `metrics(state) -> {name: number}` of the coming update, such as the learning rate. If `elementwise` is
-            False, it gets the state of the first leaf.
-        by_leaf: True if groups of leaves may be updated one by one, and moments may be in any format.
+        metrics: `metrics(state) -> {name: number}` of the coming update, such as the learning rate. Yours gets the
+            state of the first leaf.
         needs: `"norm"` if it wants the norm of its gradients as `grad_norm`. `"all"` if it wants another norm, and so
             all leaves at once. `""` if none.
         scales: True if it only multiplies all that it gets by a number. Then `update` gets trees as they are stored,
@@ -65,7 +64,6 @@ class GradientTransformation(NamedTuple):
     fused: Callable[..., Any] | None = None
     label: Callable[[str], str] | None = None
     metrics: Callable[..., dict[str, Number]] | None = None
-    by_leaf: bool = False  # `init` and `fused` then get trees as they are stored
     needs: str = ""
     scales: bool = False
     copies: bool = False  # `fused` then gets one group at a time, if it may
@@ -81,7 +79,7 @@ class GradientTransformation(NamedTuple):
     @property
     def by_group(self) -> bool:
         """True if groups of leaves may be updated in place one by one."""
-        return self.by_leaf and self.needs != "all"
+        return self.needs != "all"
 
     def __repr__(self) -> str:
         return f"GradientTransformation({_words(self)})"

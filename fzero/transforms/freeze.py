@@ -29,9 +29,7 @@ def freeze(step: S, pattern: str, keep_moments: bool = False) -> S:
         A new step.
 
     Raises:
-        ValueError: a leaf is frozen both with and without its moments. At `init` and `convert`: your own optimizer has
-            one count for all leaves, and some keep their moments. Wrap it with `fz.whole(optimizer)`, which counts for
-            each leaf.
+        ValueError: a leaf is frozen both with and without its moments.
 
     Example:
         >>> step = fz.train_step(lambda p, x: (p["a"] * p["b"] * x).sum(), fz.adam(0.1))

@@ -22,7 +22,7 @@ def fuse_update(step: S, norm: str = "auto") -> S:
     ========================  ===========================  =================  =====================
 
     - If the optimizer needs another norm than that of all gradients (behind another member of a chain, or of a part of
-      a partition), `"auto"` holds all gradients, as `"held"` does.
+      a partition), or is your own and declared elementwise, `"auto"` holds all gradients, as `"held"` does.
     - If nothing needs a norm: a loss that is not finite skips the update. If only a gradient is not finite, just those
       elements are left out. In all other ways the whole update is skipped.
     - With one more pullback, backward hooks (`tensor.register_hook`) run twice. Use `"held"` if that matters.
@@ -32,17 +32,15 @@ def fuse_update(step: S, norm: str = "auto") -> S:
       error says so.
 
     Args:
-        step: a step whose optimizer treats every element or leaf by itself: `fz.adamw`, `adam`, `lion`, `sgd`, `muon`,
-            `adafactor` or `whole`, alone, in `fz.chain` (with `fz.clip_by_global_norm`, `fz.clip_by_value`) or in
-            `fz.partition`.
+        step: a step.
         norm: `"auto"`, `"twice"` or `"held"`, as above.
 
     Returns:
         A new step.
 
     Raises:
-        ValueError: another word for `norm`; an optimizer that wants whole trees (wrap it with `fz.whole`); `"twice"`,
-            if the norm is not that of all gradients (use `"held"`, or clip first in the chain).
+        ValueError: another word for `norm`; or `"twice"`, if the norm is not that of all gradients (use `"held"`, or
+            clip first in the chain).
 
     Source:
         LOMO, Lv et al. 2023, arXiv 2306.09782.
@@ -57,12 +55,6 @@ def fuse_update(step: S, norm: str = "auto") -> S:
     norms = ("auto", "twice", "held")
     if not isinstance(norm, str) or norm not in norms:
         raise ValueError(f"fuse_update(norm=...): got {named(norm)}, expected one of {', '.join(map(repr, norms))}.")
-    if not step.optimizer.by_leaf:
-        raise ValueError(
-            "fuse_update: the optimizer wants whole trees of gradients, or does not say otherwise (by_leaf=True). Use "
-            "fz.adamw, fz.adam, fz.lion or fz.sgd, alone or in fz.chain and fz.partition; or, of one that treats each "
-            "leaf by itself, fz.whole(optimizer). Or leave fuse_update out."
-        )
     if norm == "twice" and step.optimizer.needs == "all":
         raise ValueError(
             "fuse_update(norm='twice'): pulling back twice gives the norm of the gradients, and the optimizer wants "

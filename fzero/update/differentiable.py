@@ -14,8 +14,7 @@ from fzero.base.follow import root
 from fzero.base.rebound import is_others, tensors_reached
 from fzero.base.thread_state import only_maps
 from fzero.optim.base import call_update, values
-from fzero.state.checks import transform_of
-from fzero.state.checksums import check_values
+from fzero.state.checks import check_values, transform_of
 from fzero.state.counts import trained_moments, with_kept_moments
 from fzero.state.gather import squares_in
 from fzero.state.leaf_norms import metric
@@ -24,7 +23,6 @@ from fzero.state.replicated_to_sharded import cuts, held_of
 from fzero.state.sharded import Draw, Sharded, is_item, is_sharded, map_trees
 from fzero.state.squares import squares_of
 from fzero.state.train_state import TrainState
-from fzero.table.optimizer import members_of
 from fzero.table.spec import LEAF_NORMS, Extra, Spec
 from fzero.update.writing import changed, due
 
@@ -141,6 +139,12 @@ def _kept(new: object, old: object, applied: Applied) -> object:
             return old.over({key: _chosen(applied, new.local(key), old.local(key)) for key in new.groups})
         if isinstance(new, pytree.Count) and isinstance(new.value, torch.Tensor) and isinstance(old, pytree.Count):
             return pytree.Count(_next(old.value, applied), new.missed, new.paused)
+        if jitting.get() is not None and isinstance(new, (int, float)) and new != old:
+            raise TypeError(
+                f"step.update: the state of an optimizer or transform of your own has the number {old!r}, and {new!r} "
+                "after an update, which a graph would have as constants, also where an update is skipped; expected a "
+                "0-d tensor in a function of fz.jit. Begin with torch.zeros(()), or call the step outside of it."
+            )
         both = isinstance(new, torch.Tensor) and isinstance(old, torch.Tensor)
         return _chosen(applied, new, old) if both else new  # type: ignore[arg-type]
 
@@ -168,14 +172,11 @@ def _refuse_of_others(step: Spec, state: TrainState) -> None:
             "The numbers that the optimizer was made with, and torch.func goes on through,",
             "Give all ranks the same.",
         )
-    own = ["the optimizer" for each in members_of(step.optimizer) if is_others(each.update)]
-    for extra in step.extras:
-        if any(map(is_others, (extra.update, extra.changes, extra.scale))):
-            own.append(f"the update of state.extra[{extra.name!r}] ({extra.source})")
+    own = [extra for extra in step.extras if any(map(is_others, (extra.update, extra.changes, extra.scale)))]
     if own and not only_maps():
         raise TypeError(
-            f"step.update: {own[0]} is your own, torch.func goes on through this step, and each rank has a slice of "
-            "the leaves, so that the derivative of a tensor that it holds would be a part of the whole one; expected "
-            "an optimizer of fzero (fz.sgd, fz.adamw, fz.chain, ...), fz.whole(optimizer), which gives it whole "
-            "leaves, a transform of fzero (fz.ema), or a step that is not sharded."
+            f"step.update: the update of state.extra[{own[0].name!r}] ({own[0].source}) is your own, torch.func goes "
+            "on through this step, and each rank has a slice of the leaves, so that the derivative of a tensor that it "
+            "holds would be a part of the whole one; expected a transform of fzero (fz.ema), or a step that is not "
+            "sharded."
         )

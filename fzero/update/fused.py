@@ -21,8 +21,8 @@ from fzero.engine.run import Run
 from fzero.optim.base import values
 from fzero.state.gather import squares_in
 from fzero.state.placing import placed
-from fzero.state.sharded import Sharded
-from fzero.state.squares import LeafSquares, need_alike_beside, squares_of, sum_of_squares
+from fzero.state.sharded import Sharded, together
+from fzero.state.squares import LeafSquares, need_alike_beside, over_ranks, squares_of
 from fzero.state.train_state import TrainState
 from fzero.stores.away import tensor_of
 from fzero.table.layout import Key
@@ -60,7 +60,7 @@ class _Grads:
     def norm(self) -> torch.Tensor:
         if self.state.params.axis.further:
             need_alike_beside(self.squares, self.state.params)
-        return sum_of_squares(self.squares, self.state.params).sqrt()
+        return over_ranks(self.squares, self.state.params).sum().sqrt()
 
 
 def fused_call(
@@ -147,7 +147,7 @@ def _pulled(update: Update, run: Run, ct: object, grads: _Grads, loss: torch.Ten
         held[key] = placed(grads.measured(key, shard), "grads")
 
     def apply_held(keys: Sequence[Key], following: Sequence[Key]) -> None:
-        update.apply(keys, _together([held.pop(key) for key in keys]), decision.extra, following)
+        update.apply(keys, together([held.pop(key) for key in keys]), decision.extra, following)
 
     run.pull(ct, receive=hold)
     decision = Decision(step, state, grads.norm(), None, grads.squares)
@@ -155,11 +155,6 @@ def _pulled(update: Update, run: Run, ct: object, grads: _Grads, loss: torch.Ten
     for keys, following in itertools.pairwise((*parts, [])) if decision.finite else ():
         apply_held(keys, following)
     return decision
-
-
-def _together(parts: Sequence[Sharded]) -> Sharded:
-    """One tree of several groups' grads."""
-    return parts[0].with_buffers({key: x for part in parts for key, x in part.entries.items()})
 
 
 def _finite_only(grads: Sharded, squares: LeafSquares) -> Sharded:

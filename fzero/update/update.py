@@ -16,7 +16,7 @@ from fzero.base.arguments import as_float64
 from fzero.comm.waits import finish_all
 from fzero.engine.use import start_gather
 from fzero.formats.formats import Stored
-from fzero.optim._join import members_and_states
+from fzero.optim._join import need_states
 from fzero.optim._paused import Running, call_paused, combined, finished
 from fzero.optim.base import values
 from fzero.state.checks import follows_step
@@ -91,7 +91,7 @@ def known_metrics(step: Spec, state: TrainState) -> dict[str, object]:
     Raises:
         ValueError: the moments are of the same optimizer in another chain.
     """
-    members_and_states(step.optimizer, state.moments)
+    need_states(step.optimizer, state.moments)
     known = step.optimizer.metrics(state.moments) if step.optimizer.metrics else {}
     scales = {extra.name: extra.factor(state.extra[extra.name]) for extra in step.extras if extra.scale}
     return {name: as_float64(value) for name, value in [*known.items(), *scales.items()]}

@@ -150,7 +150,7 @@ def test_one_prefix_for_both(tmp_path: Path, prefix: str) -> None:
 
 
 def test_an_optimizer_that_counts_nothing(tmp_path: Path) -> None:
-    update = lambda u, s, params=None, **k: (u.map(lambda g: -0.1 * g), s)
+    update = lambda u, s, params=None, **k: ({path: -0.1 * g for path, g in u.items()}, s)
     plain = fz.GradientTransformation(lambda p: (), update, elementwise=True)
     step = fz.train_step(lambda p, x: (p["w"] * x).sum(), plain)
     state = step.init({"w": torch.ones(3)})

@@ -383,7 +383,7 @@ def test_an_optimizer_that_cannot_carry_8_bit_moments_is_named() -> None:
     with pytest.raises(ValueError, match=r"params\['w'\]: .*'8-bit'.*\(mine\) cannot carry.*fz.adamw"):
         step.init({"w": torch.ones(3)})
     kept = fz.train_step(lambda p: p, mine, fz.Policy.compact16(BF16)).init({"w": torch.ones(3)})
-    assert kept.moments.local(Key("", 0)).dtype == BF16
+    assert kept.moments.slices[0].local(Key("", 0)).dtype == BF16
 
 
 # ---- gathers in 8 bits

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -34,11 +35,24 @@ def written_by_hand() -> fz.GradientTransformation:
     return fz.GradientTransformation(lambda params: {path: torch.zeros_like(x) for path, x in params.items()}, update)
 
 
+def by_elements() -> fz.GradientTransformation:
+    def update(grads: Any, state: Any, params: Any) -> Any:
+        new = {path: 0.9 * state["m"][path] + g for path, g in grads.items()}
+        return {path: -0.1 * x / (1 + state["n"]) for path, x in new.items()}, {"m": new, "n": state["n"] + 1}
+
+    return fz.GradientTransformation(functools.partial(begun, torch.zeros(())), update, elementwise=True)
+
+
+def begun(count: Any, params: Any) -> Any:
+    return {"m": {path: torch.zeros_like(x) for path, x in params.items()}, "n": count}
+
+
 OPTIMIZERS: dict[str, Callable[[], fz.GradientTransformation]] = {
     "whole": lambda: fz.whole(fz.adamw(1e-2)),
     "muon": lambda: fz.partition({"b": fz.adamw(1e-2), "*": fz.muon(1e-2)}),
     "clipped": lambda: fz.chain(fz.clip_by_global_norm(0.1), fz.whole(fz.adamw(1e-2))),
     "of one's own": written_by_hand,
+    "declared elementwise": by_elements,
 }
 
 
@@ -60,3 +74,15 @@ def test_numbers_of_the_step(name: str, ranks: int) -> None:
         return fast.traces
 
     assert run_ranks(run, ranks) == [1] * ranks
+
+
+@pytest.mark.parametrize("declared", [False, True])
+def test_a_number_of_python_that_an_update_changes_is_refused(declared: bool) -> None:
+    """It would go on in a graph where an update is skipped."""
+    counts = lambda grads, state, params: (grads, {"m": grads, "n": state["n"] + 1})
+    own = fz.GradientTransformation(functools.partial(begun, 0), counts, elementwise=declared)
+    step = fz.train_step(loss, own)
+    state, _ = step(step.init(PARAMS), X)
+    with pytest.raises(TypeError, match=r"has the number 1, and 2 after an update.*Begin with torch.zeros\(\(\)\)"):
+        fz.jit(lambda state, x: step(state, x), backend="graph")(state, X)
+    assert fz.jit(step, backend="graph")(state, X)[0].step == 2

@@ -7,6 +7,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import optree
 import pytest
 import scenarios
 import torch
@@ -35,23 +36,24 @@ MEMBERS: dict[str, Any] = {
 }
 
 
-def two_moments(u: fz.Sharded, state: Any, params: fz.Sharded) -> Any:
-    mu = state["mu"].map(lambda m, g: 0.9 * m + 0.1 * g, u)
-    nu = state["nu"].map(lambda v, g: 0.9 * v + 0.1 * g * g, u)
-    return mu.map(lambda m, v, p: -0.01 * (m / (v.sqrt() + 1e-3) + 0.1 * p), nu, params), {"mu": mu, "nu": nu}
+def two_moments(u: Any, state: Any, params: Any) -> Any:
+    mu = optree.tree_map(lambda m, g: 0.9 * m + 0.1 * g, state["mu"], u)
+    nu = optree.tree_map(lambda v, g: 0.9 * v + 0.1 * g * g, state["nu"], u)
+    updates = optree.tree_map(lambda m, v, p: -0.01 * (m / (v.sqrt() + 1e-3) + 0.1 * p), mu, nu, params)
+    return updates, {"mu": mu, "nu": nu}
 
 
 EIGHT_BITS = ("adamw", "amsgrad", "sgd", "lion")
 OTHERS: dict[str, Any] = {
     "two moments": lambda: fz.GradientTransformation(
-        lambda params: {"mu": params.map(torch.zeros_like), "nu": params.map(torch.zeros_like)},
+        lambda params: {name: optree.tree_map(torch.zeros_like, params) for name in ("mu", "nu")},
         two_moments,
         label=lambda path: "two",
         elementwise=True,
     ),
     "own": lambda: fz.GradientTransformation(
-        lambda params: params.map(torch.zeros_like),
-        lambda u, state, params: (u.map(lambda x: -0.1 * x), u),
+        lambda params: optree.tree_map(torch.zeros_like, params),
+        lambda u, state, params: (optree.tree_map(lambda x: -0.1 * x, u), u),
         elementwise=True,
     ),
 }
@@ -261,25 +263,8 @@ def test_who_cannot_carry_few_bits_is_said() -> None:
     policy, params = fz.Policy(moment="8-bit"), {"w": torch.ones(4, 3), "b": torch.ones(3)}
     other = OTHERS["two moments"]()
     for optimizer, said in (
-        (JOINED["beside"](fz.adamw(0.1), other), r"params\['b'\].*\(two \(\*\)\).*state.moments.\*.mu may"),
-        (fz.chain(fz.sgd(0.1, 0.9), other), r"\(sgd\+two\).*state.moments.1.mu may be negative"),
+        (JOINED["beside"](fz.adamw(0.1), other), r"params\['b'\].*\(two \(\*\)\).* may be negative"),
+        (fz.chain(fz.sgd(0.1, 0.9), other), r"\(sgd\+two\).*may be negative"),
     ):
         with pytest.raises(ValueError, match=said):
             fz.train_step(lambda p: p["w"].sum(), optimizer, policy).init(params)
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_state_of_another_structure_is_refused(stage: int) -> None:
-    elementwise = functools.partial(fz.GradientTransformation, elementwise=True)
-    grows = elementwise(lambda params: (), lambda u, state, params: (u, {"seen": u}))
-    becomes = elementwise(lambda params: torch.zeros(()), lambda u, state, params: (u, u))
-
-    def rank_main(rank: int) -> None:
-        for optimizer in (grows, becomes, fz.chain(fz.sgd(0.1), becomes)):
-            step = SHARDS[stage](fz.train_step(lambda p, x: (p["w"] * x).sum(), optimizer))
-            state = step.init({"w": torch.ones(2)})
-            with pytest.raises(ValueError, match=r"step.update: the optimizer returned a state of another structure"):
-                step(state, torch.ones(2))
-            assert_trees_equal(fz.gather(state.params), {"w": torch.ones(2)})
-
-    run_ranks(rank_main, 2 if stage else 1)

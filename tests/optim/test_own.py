@@ -40,28 +40,12 @@ def by_tree_map(grads: Any, state: Any, params: Any = None) -> Any:
     return optree.tree_map(lambda m, g: g.zero_().sub_(m, alpha=0.1), moment, grads), (moment, count)
 
 
-def by_map(grads: Any, state: Any, params: Any = None) -> Any:
-    moment, count = state
-    moment = moment.map(lambda m, g: m.mul_(0.9).add_(g), grads)
-    return moment.map(lambda m, g: g.zero_().sub_(m, alpha=0.1), grads), (moment, count.add_(1))
-
-
-def fused(params: Any, grads: Any, state: Any) -> Any:
-    moment, count = state
-    for key in params.groups:
-        own, g = moment.local(key).mul_(0.9).add_(grads.local(key)), grads.local(key).zero_()
-        params.local(key).add_(g.sub_(own, alpha=0.1))
-    return moment, count.add_(1)
-
-
 def begun(params: Any) -> Any:
     return optree.tree_map(torch.zeros_like, params), torch.zeros(())
 
 
 IN_PLACE = {
     "tree_map": elementwise(begun, by_tree_map),
-    "map": elementwise(begun, by_map),
-    "fused": elementwise(begun, by_tree_map, fused),
     "whole leaves": fz.GradientTransformation(begun, by_tree_map),
 }
 
@@ -125,7 +109,7 @@ def test_with_donation_it_writes_in_place(kind: str) -> None:
 @pytest.mark.parametrize("memory", ["host", "moments in bfloat16"])
 def test_wherever_its_moments_lie(memory: str) -> None:
     policy = None if memory == "host" else fz.Policy(moment=torch.bfloat16)
-    step = fz.train_step(loss, IN_PLACE["map"], policy)
+    step = fz.train_step(loss, IN_PLACE["tree_map"], policy)
     step = fz.offload(step, moments="host") if memory == "host" else step
     state = step.init(PARAMS)
     state, _ = step(state, X)
@@ -136,9 +120,8 @@ def test_wherever_its_moments_lie(memory: str) -> None:
     assert_trees_equal(held, tensors(state.params, state.moments))
 
 
-@pytest.mark.parametrize("kind", ["tree_map", "map"])
-def test_under_a_transform_of_torch_func(kind: str) -> None:
-    step = fz.train_step(loss, IN_PLACE[kind])
+def test_under_a_transform_of_torch_func() -> None:
+    step = fz.train_step(loss, IN_PLACE["tree_map"])
 
     def trained(shift: torch.Tensor, look: bool) -> torch.Tensor:
         state = step.init(optree.tree_map(lambda p: p + shift, PARAMS))  # type: ignore[arg-type]
@@ -197,8 +180,8 @@ def changed_in_place(slow: fz.Sharded, params: fz.Sharded) -> tuple[fz.Sharded, 
 
 
 def written_params(grads: Any, state: Any, params: Any) -> Any:
-    params.map(lambda p, g: p.sub_(g, alpha=0.1), grads)
-    return grads.map(torch.zeros_like), state
+    optree.tree_map(lambda p, g: p.sub_(g, alpha=0.1), params, grads)
+    return optree.tree_map(torch.zeros_like, grads), state
 
 
 CHANGES = fz.Extra("mine", "mine", lambda p: p.map(torch.clone), lambda v, p, on: v, changes=changed_in_place)
@@ -225,7 +208,7 @@ def test_what_is_written_in_place_beside_moments(transformed: bool) -> None:
 @pytest.mark.parametrize("around", [lambda own: own, lambda own: fz.chain(own, fz.sgd(0.1))])
 def test_writes_to_params_are_refused(around: Any, policy: Any) -> None:
     step = fz.train_step(loss, around(elementwise(lambda p: (), written_params)), policy)
-    said = r"step.update: .* writes in place to the params of leaf 'b', 'w'"
+    said = r"elementwise: the update of leaf 'b' writes to its param in place"
 
     def after(shift: torch.Tensor) -> Any:
         return step.forward(step(step.init({k: p.float() + shift for k, p in PARAMS.items()}), X.float())[0], X.float())
@@ -291,14 +274,14 @@ def test_what_is_not_like_a_leaf_is_refused(stage: int, kind: str, make: Any, jo
     own = make(UNLIKE[kind])
     same = fz.clip_by_value(1e9)
     optimizer = {"alone": own, "before": fz.chain(same, own), "behind": fz.chain(own, fz.sgd(-1.0))}[joined]
-    what = "update" if make is scaled else "next state"
+    what = "update" if make is scaled else "state"
 
     def rank_main(rank: int) -> None:
         step = SHARDS[stage](fz.train_step(loss, optimizer))
         state = step.init(PARAMS)
-        with pytest.raises(ValueError, match=rf"step.update: the optimizer's {what} of the buffer of leaf 'b', 'w' is"):
+        with pytest.raises(ValueError, match=rf"elementwise: the {what} of leaf '[bw]' is"):
             step(state, X)
-        with pytest.raises((TypeError, ValueError), match=r"fz\.whole"):
+        with pytest.raises(ValueError, match=rf"elementwise: the {what} of leaf"):
             torch.func.grad(lambda x: step.forward(step(state, x)[0], x))(X)
 
     run_ranks(rank_main, 2) if stage else rank_main(0)
@@ -312,16 +295,86 @@ def test_updates_in_other_dtypes_are_added_as_torch_does(dtype: torch.dtype) -> 
     assert_trees_equal(fz.gather(state.params), {k: p + (-grads[k]).to(dtype) for k, p in PARAMS.items()})
 
 
-def test_what_is_no_pair_of_trees_is_refused() -> None:
-    step = fz.train_step(loss, elementwise(lambda params: (), lambda g, s, p: g))
-    with pytest.raises(TypeError, match="expected a pair: updates, state"):
+@pytest.mark.parametrize("found", [lambda g: g, lambda g: ([*g.values()], ())])
+def test_what_is_no_pair_of_trees_is_refused(found: Any) -> None:
+    step = fz.train_step(loss, elementwise(lambda params: (), lambda g, s, p: found(g)))
+    with pytest.raises(ValueError, match=r"elementwise: the update of leaf 'b' is .*, expected a pair"):
         step(step.init(PARAMS), X)
-    own = elementwise(lambda params: (), lambda g, s, p: (dict(g), s))
-    step = fz.train_step(loss, own)
-    with pytest.raises(TypeError, match=r"expected a tree of buffers like grads. Use grads.map\(fn\)"):
+
+
+# ---- what it begins with
+
+
+UNKEPT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "bool": lambda x: x > 0,
+    "int64": lambda x: x.long(),
+    "complex": lambda x: x * 1j,
+    "a number of each": lambda x: torch.zeros(2),
+}
+
+
+@pytest.mark.parametrize("joined", ["alone", "chain", "partition"])
+@pytest.mark.parametrize("kind", sorted(UNKEPT))
+def test_a_state_of_other_tensors_is_refused(kind: str, joined: str) -> None:
+    own = elementwise(lambda params: optree.tree_map(UNKEPT[kind], params), lambda g, s, p: (g, s))
+    optimizer = {
+        "alone": own,
+        "chain": fz.chain(fz.clip_by_value(1.0), own),
+        "partition": fz.partition({"b": own, "*": fz.sgd(0.1)}),
+    }[joined]
+
+    def rank_main(rank: int) -> None:
+        with pytest.raises(TypeError, match=r"elementwise: the state of leaf 'b' begins with .* fz.whole\(optimizer\)"):
+            fz.shard_zero3(fz.train_step(loss, optimizer)).init(PARAMS)
+
+    run_ranks(rank_main, 2)
+
+
+def test_moments_that_their_slices_would_not_hold_are_refused() -> None:
+    own = elementwise(lambda p: optree.tree_map(lambda x: x.double(), p), lambda g, s, p: (g, s))
+    fz.train_step(loss, own).init(PARAMS)
+    with pytest.raises(ValueError, match=r"leaf 'b' begins with .*, expected at most torch.float32"):
+        fz.train_step(loss, own).init({k: x.float() for k, x in PARAMS.items()})
+
+
+def test_numbers_and_trees_in_any_container_are_kept() -> None:
+    """They are the same on any number of ranks, of which some have no piece of a leaf."""
+
+    def init(p: Any) -> Any:
+        zeros = optree.tree_map(torch.zeros_like, p)
+        return {"history": [zeros, zeros], "norms": [torch.zeros(()) for _ in range(4)], "count": 0, "none": None}
+
+    def update(g: Any, s: Any, p: Any) -> Any:
+        last, before = s["history"]
+        new = optree.tree_map(lambda x, y, z: x + 0.5 * y + 0.25 * z + s["norms"][0], g, last, before)
+        norms = [norm + 0.5 for norm in s["norms"]]
+        rate = -0.1 / (1 + s["count"])
+        out = optree.tree_map(lambda x: rate * x, new)
+        return out, {**s, "history": [new, last], "norms": norms, "count": s["count"] + 1}
+
+    def trained(wrap: Any) -> Any:
+        step = wrap(fz.train_step(loss, fz.chain(elementwise(init, update), fz.sgd(-1.0))))
+        state = step.init(PARAMS)
+        for _ in range(3):
+            state, _ = step(state, X)
+        return fz.gather(state.params), optree.tree_leaves(state.moments[0].rest)  # type: ignore[arg-type]
+
+    want = trained(lambda step: step)
+    assert 3 in want[1] and 1.5 in want[1]
+    for found in run_ranks(lambda rank: trained(fz.shard_zero3), 3):
+        assert_trees_close(found, want, rtol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["lamb", "adafactor", "noise", "muon", "clip", "partition"])
+def test_what_needs_whole_leaves_is_refused_inside(kind: str) -> None:
+    inner: Any = {
+        "lamb": lambda: fz.lamb(0.1),
+        "adafactor": fz.adafactor,
+        "noise": fz.gradient_noise,
+        "muon": lambda: fz.muon(0.1),
+        "clip": lambda: fz.clip_by_global_norm(0.1),
+        "partition": lambda: fz.partition({"*": fz.sgd(0.1)}),
+    }[kind]()
+    step = fz.train_step(loss, elementwise(inner.init, lambda g, s, p: inner.update(g, s, p)))
+    with pytest.raises((TypeError, ValueError), match=r"Leave elementwise=True|a matrix|alone, by|a tree of"):
         step(step.init(PARAMS), X)
-    own = elementwise(lambda params: params.map(lambda p: p * 1j), lambda g, s, p: (g, s))
-    with pytest.raises(
-        TypeError, match=r"params\['b'\]: its optimizer .* begins with moments of dtype torch.complex128"
-    ):
-        fz.train_step(loss, own).init(PARAMS)

@@ -112,8 +112,7 @@ def test_as_plain_torch_does(
 
     def on(declared: bool, rank: int) -> Any:
         member = own(kind, declared)
-        how = [each for each in chosen if not (declared and each[0] == "fuse_update")]  # which has no fused form
-        step = strategies.apply(fz.train_step(loss, fz.chain(*before, member) if before else member), how)
+        step = strategies.apply(fz.train_step(loss, fz.chain(*before, member) if before else member), chosen)
         state = step.init(drawn(shapes, units))
         for xs in batches:
             state, _ = step(state, xs[rank])
@@ -182,23 +181,14 @@ def test_a_norm_of_all_leaves_of_one_is_refused() -> None:
     assert float(fz.global_norm(W)) == pytest.approx(19**0.5)  # and nowhere else
 
 
-def test_one_that_takes_a_steps_trees_is_told_to_declare_it() -> None:
-    step = fz.train_step(linear, stateless(lambda g: g.map(torch.neg)))
+@pytest.mark.parametrize("declared", [False, True])
+def test_one_that_takes_a_steps_trees_is_told_what_it_is_given(declared: bool) -> None:
+    step = fz.train_step(linear, stateless(lambda g: g.map(torch.neg), elementwise=declared))
     with pytest.raises(AttributeError, match="'dict' object has no attribute 'map'") as info:
         step(step.init(W), torch.ones((), dtype=F64))
-    assert "leaf 'a', by fz.whole" in info.value.__notes__[0] and "elementwise=True" in info.value.__notes__[0]
-    declared = fz.train_step(linear, stateless(lambda g: g.map(torch.neg), elementwise=True))
-    assert_trees_close(fz.gather(declared(declared.init(W), torch.ones((), dtype=F64))[0].params)["b"], W["b"] - 1)
-
-
-@pytest.mark.parametrize(
-    "make", [lambda own: fz.train_step(linear, own), fz.chain, lambda own: fz.partition({"*": own})]
-)
-def test_what_gets_slices_is_refused_of_one_that_is_not_declared(make: Any) -> None:
-    own = stateless(lambda g: g, fused=lambda params, grads, state: state)
-    with pytest.raises(ValueError, match=r"\.fused, which is given flat buffers .*Say elementwise=True"):
-        make(own)
-    make(own._replace(elementwise=True))
+    by = "elementwise" if declared else "whole"
+    (note,) = info.value.__notes__
+    assert f"leaf 'a', by fz.{by}" in note and "optree.tree_map(fn, grads)" in note
 
 
 def test_its_metrics_are_of_the_first_leaf() -> None:

@@ -583,7 +583,7 @@ def test_a_plan_of_it() -> None:
 
 def test_moments_in_8_bits_are_refused() -> None:
     step = fz.train_step(loss, fz.whole(MOVED), fz.Policy(moment="8-bit"))
-    with pytest.raises(ValueError, match=r"stores moments as '8-bit', which fz.whole does not support"):
+    with pytest.raises(ValueError, match=r"stores moments as .8-bit., .* cannot carry"):
         step.init([{"0": torch.ones(4, 4)}])
 
 

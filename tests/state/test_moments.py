@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import fzero as fz
-from fzero.state.moments import apart, zeros_like
+from fzero.state.moments import zeros_like
 
 
 def test_zeros_take_the_bytes_of_their_format() -> None:
@@ -19,9 +19,12 @@ def test_zeros_take_the_bytes_of_their_format() -> None:
     assert not zeros_like({"w": torch.ones(2)})["w"].any()
 
 
-def test_only_what_shares_memory_is_copied() -> None:
-    shared, own = torch.ones(4), torch.ones(4)
-    out = apart([shared[1:], own, 3], {"w": shared})
-    assert out[1] is own and out[2] == 3 and torch.equal(out[0], shared[1:])
-    shared.zero_()
-    assert out[0].all()
+def test_only_what_shares_memory_with_params_is_copied() -> None:
+    """An entry of the state that begins with the params, and with what is apart from them."""
+    own, step = torch.ones(4), fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1))
+    begun = lambda params: {"params": params, "own": own, "n": 3}
+    step = fz.donate(step.with_state(fz.Extra("mine", "mine", begun)))
+    state = step.init({"w": torch.ones(4)})
+    assert state.extra["mine"]["own"] is own
+    state, _ = step(state, torch.ones(4))
+    assert fz.gather(state.extra["mine"]["params"])["w"].equal(torch.ones(4)) and state.extra["mine"]["n"] == 3

@@ -25,36 +25,14 @@ def test_an_update_that_is_not_finite_changes_nothing() -> None:
 
 
 def users(fail_at: str = "") -> fz.GradientTransformation:
-    """Plain gradient descent as a user writes it, with a fused form of its own."""
+    """Plain gradient descent as a user writes it."""
 
     def update(grads: Any, state: Any, params: Any = None) -> Any:
-        return optree.tree_map(lambda g: -0.1 * g, grads), state
-
-    def fused(params: Any, grads: Any, state: Any) -> Any:
         if fail_at:
             raise KeyError(fail_at)
-        for key in params.groups:
-            params.local(key).sub_(0.1 * grads.local(key))
-        return state
+        return optree.tree_map(lambda g: -0.1 * g, grads), state
 
-    return fz.GradientTransformation(lambda params: (), update, fused, elementwise=True)
-
-
-@pytest.mark.parametrize("policy", [None, fz.Policy.exact(), fz.Policy.compact24()])
-@pytest.mark.parametrize("around", ["scale", "clip", "none"])
-def test_a_users_fused_update_is_its_update(around: str, policy: Any) -> None:
-    params = {"w": torch.linspace(1, 2, 8).reshape(4, 2)}
-
-    def trained(member: fz.GradientTransformation) -> torch.Tensor:
-        optimizer = fz.chain(fz.clip_by_global_norm(0.1), member) if around == "clip" else member
-        step = fz.train_step(lambda p: p["w"].square().sum(), optimizer, policy)
-        step = fz.loss_scale(step, 1024.0) if around == "scale" else step
-        state = step.init(params)
-        for _ in range(3):
-            state, _ = step(state)
-        return fz.gather(state.params)["w"]
-
-    torch.testing.assert_close(trained(users()), trained(users()._replace(fused=None)), rtol=1e-6, atol=0)
+    return fz.GradientTransformation(lambda params: (), update, elementwise=True)
 
 
 def test_a_donated_state_whose_update_fails_halfway_says_so() -> None:
