@@ -76,11 +76,6 @@ def name_of(group: Group) -> str:
     return f"{group.group_name}:{','.join(map(str, members(group)))}"
 
 
-def groups_of(mesh: Mesh) -> list[Group]:
-    """The process groups that this rank is in, one for each axis of a mesh."""
-    return mesh.get_all_groups()
-
-
 def ranks_around(mesh: Mesh) -> int:
     """How many ranks the mesh has that a mesh was taken from; its own, where it was made as it is."""
     root = getattr(mesh, "_get_root_mesh", None)
@@ -92,14 +87,6 @@ def group_over(mesh: Mesh, axes: Sequence[str]) -> Group:
     if len(axes) == 1:
         return mesh.get_group(axes[0])
     return mesh[tuple(axes)]._flatten().get_group()
-
-
-def mesh_of(
-    groups: Sequence[Group], device: str, ranks: Sequence[int], shape: Sequence[int], axes: Sequence[str]
-) -> Mesh:
-    """A mesh of process groups that there are already."""
-    tensor = torch.tensor(ranks, device="cpu", dtype=torch.int).reshape(*shape)
-    return Mesh.from_group([*groups], device, tensor, mesh_dim_names=tuple(axes))
 
 
 def store() -> Store:
