@@ -101,7 +101,7 @@ class Schedule:
     """A pipeline schedule: for each place, its tasks in order. `print` it for a table.
 
     A place does one task at a time: a process, a group of ranks, or the host of a remote component. It has one or more
-    stages; all tasks of a stage are at one place. A schedule has all its messages or none; then they are derived.
+    stages; all tasks of a stage are at one place. Messages follow from the tasks: `with_messages` adds them.
     `fz.schedules.check` says whether it can run.
 
     Args:
