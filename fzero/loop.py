@@ -168,8 +168,8 @@ class Loop(Generic[S, M]):
         self._step, self._total, self._resumed = step, total, after is not None
         self._said = said  # what all ranks are given alike
         self._record, self._evaluation, self._saves = record, evaluation, saves
-        self._signals = Asked() if stop is None else None
-        self._stop = stop or self._signals
+        self._signals: Asked | None = None  # once it has begun, where it is asked by them
+        self._stop = stop
         self._batches = batches
         self._ranks: Ranks | None = None  # once it has begun
         self._process = 0  # that it has begun in
@@ -232,8 +232,8 @@ class Loop(Generic[S, M]):
 
     def _begin(self) -> None:
         self._ranks, self._process = Ranks(self.state), os.getpid()
-        if self._signals is not None:
-            self._signals.begin()
+        if self._stop is None:
+            self._stop = self._signals = Asked.begun()
         ranks = self._ranks
         self._tried(lambda: self._record.begin(self.done, self._total, self._resumed, ranks.leads), None)
         ranks.all_well(self._error)
