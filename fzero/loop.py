@@ -67,9 +67,9 @@ def loop(
             on in the file.
         tensorboard: a folder for the same numbers.
         every: steps between two rows. Metrics are read for rows only, so the device is not waited for in between.
-        evaluate: `evaluate(state) -> {name: number}`, on all ranks: the mean over ranks is taken. A pair (sum, count)
-            weighs a rank. It runs before the first step, every `evaluate_every` steps and after the last step, but not
-            if a signal or `stop` ends the loop.
+        evaluate: `evaluate(state) -> {name: number}`, on all ranks: the mean over ranks is taken. It runs before the
+            first step, every `evaluate_every` steps and after the last step, but not if a signal or `stop` ends the
+            loop.
         evaluate_every: steps between two evaluations.
         patience: ends the loop after so many evaluations in a row in which the first number was not a new lowest.
         best: keeps the states in which that number is lowest: `fz.Checkpoints(folder, keep=1)`.
