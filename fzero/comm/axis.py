@@ -16,9 +16,8 @@ from fzero.base import private
 from fzero.base.context import jitting
 from fzero.base.replay import once
 from fzero.comm import backend
-from fzero.comm.backend import Group, Mesh, Wait, done
+from fzero.comm.backend import Group, Mesh, Wait, axes_in, done, need_axes
 from fzero.comm.divergence import announce, explained, need_alike
-from fzero.comm.mesh_axes import axes_in, need_axes
 from fzero.comm.playing import playing
 from fzero.comm.worlds import need_running
 

@@ -89,6 +89,27 @@ def group_over(mesh: Mesh, axes: Sequence[str]) -> Group:
     return mesh[tuple(axes)]._flatten().get_group()
 
 
+def axes_in(axis: str | Sequence[str] | None) -> tuple[str, ...]:
+    """The names of one mesh axis or of several."""
+    return () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+
+
+def need_axes(mesh: Mesh, wanted: Sequence[str], who: str, argument: str = "axis") -> None:
+    """Refuses axes that a mesh does not have, or that come in another order than the mesh's."""
+    known = mesh.mesh_dim_names or ()
+    for name in wanted:
+        if name not in known:
+            raise ValueError(
+                f"{who}: the mesh has no axis {name!r}; its axes are {', '.join(known) or 'unnamed'}. Pass "
+                f"{argument}=, or name it in init_device_mesh(..., mesh_dim_names=...)."
+            )
+    if [*wanted] != sorted(wanted, key=known.index):
+        raise ValueError(
+            f"{who}: got {argument}={tuple(wanted)}, expected the axes in the mesh's order, {tuple(known)}: the first "
+            "is the slowest."
+        )
+
+
 def store() -> Store:
     """The key-value store of the default process group, which every rank can reach."""
     return dist.distributed_c10d._get_default_store()
@@ -195,6 +216,21 @@ def _scatter(full: torch.Tensor, out: torch.Tensor, group: Group, number: int, d
 
 def done() -> None:
     """Waits for nothing."""
+
+
+def finish_all(waits: Sequence[Callable[[], object]]) -> None:
+    """Calls all of them, also where one fails: what nobody waits for would meet a later message."""
+    errors: list[BaseException] = []
+    for wait in waits:
+        try:
+            wait()
+        except BaseException as error:
+            errors.append(error)
+    try:
+        if errors:
+            raise errors[0]
+    finally:
+        errors.clear()  # or the error and this frame would hold each other, and with them all that it went through
 
 
 def all_reduce(tensor: torch.Tensor, group: Group, op: str = "sum") -> None:

@@ -13,7 +13,7 @@ from fzero.base import pytree
 from fzero.base.arguments import wrong
 from fzero.base.patterns import matches
 from fzero.base.rebound import is_others
-from fzero.comm.waits import finish_all
+from fzero.comm.backend import finish_all
 from fzero.optim._paused import call_paused, combined
 from fzero.optim._whole import of_slices
 from fzero.optim.base import Elementwise, call_update, values, written

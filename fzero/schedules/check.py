@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 from fzero.schedules.task import COTANGENT, Edge, Kind, Schedule, Task, need_schedule
 
@@ -182,30 +181,15 @@ def _order(schedule: Schedule) -> tuple[tuple[int, Task], ...]:
                 next_of[place] += 1
         if len(order) == before:
             break
-    if any(at < len(tasks) for at, tasks in zip(next_of, schedule.places, strict=True)):
-        raise ValueError(_circle(schedule, next_of))
+    heads = {place: tasks[next_of[place]] for place, tasks in enumerate(schedule.places) if tasks[next_of[place] :]}
+    if heads:
+        waits = [f"place {place} waits at {task!r} for {task.other_end!r}" for place, task in heads.items()]
+        raise ValueError(
+            f"check: {schedule.name!r} stops after {len(order)} tasks, as places wait for each other: "
+            f"{'; '.join(waits)}. Expected an order in which every send can come before its receive: move a task that "
+            "makes what another place waits for before one that needs what its own place waits for."
+        )
     return tuple(order)
-
-
-def _circle(schedule: Schedule, next_of: Sequence[int]) -> str:
-    """The receives at which places wait for each other, in words."""
-    place = next(place for place, tasks in enumerate(schedule.places) if next_of[place] < len(tasks))
-    way = [place]
-    while way.count(place) < 2:
-        place = schedule.place_of(schedule.places[place][next_of[place]].other_end.stage)
-        way.append(place)
-    way = way[way.index(place) :]
-    heads = {place: schedule.places[place][next_of[place]] for place in way}
-    waits = [
-        f"place {place} waits at {heads[place]!r} for {heads[place].other_end!r}, which place {other} has behind "
-        f"{heads[other]!r}"
-        for place, other in pairwise(way)
-    ]
-    return (
-        f"check: {schedule.name!r} stops after {sum(next_of)} tasks, as {len(waits)} places wait for each other: "
-        f"{'; '.join(waits)}. Expected an order in which every send can come before its receive; move one of the tasks "
-        "that need what these places wait for behind what the others need."
-    )
 
 
 def begun_by(task: Task) -> int:

@@ -124,13 +124,12 @@ def test_the_verdict_is_that_of_a_graph(schedule: Schedule, generator, swaps: in
 
 
 def need_waits(full: Schedule, said: str) -> None:
-    """Places that wait for each other are named, in a circle."""
-    ways = re.findall(r"place (\d+) waits at (\S+) for (\S+), which place (\d+) has behind (\S+?)[;.] ", said)
-    assert len(ways) == int(re.findall(r"as (\d+) places", said)[0]) > 1
-    for (here, waits, wanted, there, behind), after in zip(ways, [*ways[1:], ways[0]], strict=True):
-        assert after[0] == there and after[1] == behind
-        where = [repr(task) for task in full.places[int(there)]]
-        assert where.index(wanted) > where.index(behind) and Task.parse(waits).other_end == Task.parse(wanted) and here
+    """Each place that waits is named, with what for, which the other place has not come to."""
+    heads = dict(re.findall(r"place (\d+) waits at (\S+) for", said))
+    assert len(heads) > 1
+    for head in map(Task.parse, heads.values()):
+        where = full.places[place := full.place_of(head.other_end.stage)]
+        assert where.index(head.other_end) > where.index(Task.parse(heads[str(place)]))
 
 
 @given(drawn, st.data())

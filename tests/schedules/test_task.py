@@ -151,9 +151,8 @@ def test_one_stage_that_is_wrong_is_named(places: tuple[str, ...], words: str) -
 
 
 WAITS = (
-    "stops after 2 tasks, as 2 places wait for each other: place 0 waits at R0.0<1 for S1.0>0, which place 1 has "
-    "behind R1.1<0; place 1 waits at R1.1<0 for S0.1>1, which place 0 has behind R0.0<1. Expected an order in which "
-    "every send can come before its receive; move one of the tasks that need what these places wait for"
+    "stops after 2 tasks, as places wait for each other: place 0 waits at R0.0<1 for S1.0>0; place 1 waits at R1.1<0 "
+    "for S0.1>1. Expected an order in which every send can come before its receive"
 )
 
 
