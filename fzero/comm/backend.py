@@ -361,17 +361,11 @@ def stands_for_all(group: Group) -> bool:
     return _kinds.get(group) == "fake"
 
 
-def device_of(group: Group | None) -> torch.device:
-    """The device whose tensors a group sends."""
-    if group is None or kind_of(group) != "nccl":
+def device_of(group: Group | None, host: bool = False) -> torch.device:
+    """The device whose tensors a group sends; the host's CPU if it can, where nothing waits for an accelerator."""
+    if group is None or kind_of(group) != "nccl" or (host and "cpu" in dist.get_backend_config(group)):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
-
-
-def host_device_of(group: Group) -> torch.device:
-    """A device whose tensors a group sends: the CPU if it can, where nothing waits for an accelerator's work."""
-    of_cpu = kind_of(group) != "nccl" or "cpu" in dist.get_backend_config(group)
-    return torch.device("cpu") if of_cpu else device_of(group)
 
 
 def gather_strings(text: str, group: Group) -> list[str]:
