@@ -150,8 +150,8 @@ def _does_not_fit(proposals: list[Proposal], room: Mapping[str, int | None], don
     where = ", ".join(f"{kind} on the {name}" for kind, name in nearest.placement.items())
     given = ", ".join(f"{name}={count}" for name, count in room.items())
     said = (
-        f"fits: got {given}, where no placement fits: {' and '.join(missing)} are missing for the one that lacks the "
-        f"least, {where}. "
+        f"fits: got {given}, where no placement fits: {' and '.join(missing)} are missing; expected as many more, for "
+        f"the one that lacks the least ({where}). "
     )
     return ValueError(said + ("" if donates else "fz.donate(step) overwrites the last state. ") + _MORE)
 
