@@ -138,12 +138,12 @@ def hvp(step: Spec, state: TrainState, v: Sharded, *inputs: object) -> Sharded:
     need_derivatives("fz.hvp")
     state, v, inputs = constants("fz.hvp", state=state, v=v, inputs=inputs)
     _refuse_weights(step, "hvp")
-    inputs = Carry(step, state).given(inputs)
+    given = Carry(step, state).given(inputs)
     _, primals, _ = traversal_of(step, state, seed_of(state, 0, 0))
 
     def loss(primals: dict[Key, torch.Tensor]) -> torch.Tensor:
         traversal, _, fixed = traversal_of(step, state, seed_of(state, 0, 0))
-        out = call_function(step, state, traversal, {**primals, **fixed}, inputs)
+        out = call_function(step, state, traversal, {**primals, **fixed}, given)
         return scalar_loss(split_result(step, out)[0], "hvp")
 
     with failing("a product with the Hessian"), torch.no_grad():
