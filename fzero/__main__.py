@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 import fzero as fz
-from fzero.kernels import build, cache
+from fzero.kernels import build
 from fzero.state.speed import slowdown
 
 # extra -> what wants it, and the packages that it brings
@@ -82,7 +82,7 @@ def _compiler(tries: list[str]) -> str:
 
 def _kernels(tries: list[str]) -> str:
     try:
-        folder = cache.folder()
+        folder = build.folder()
     except OSError as error:
         tries.append("Set XDG_CACHE_HOME to a folder that only you can write to: kernels are then kept.")
         return f"not kept: {error}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,13 +20,11 @@ from fzero.engine.carry import Carry, refuse_carry
 from fzero.engine.function import call_function, traversal_of
 from fzero.engine.outcome import scalar_loss, split_result
 from fzero.engine.traversal import autocast, known, running
-from fzero.engine.weighing import counted
 from fzero.state.check_state import check_grads, check_state
 from fzero.state.checks import constants, need_derivatives
 from fzero.state.sharded import Sharded
 from fzero.state.sliced import whole_of
 from fzero.state.train_state import TrainState
-from fzero.table.counting import Counts, Mask
 from fzero.table.layout import Key
 from fzero.table.placements import FirstRun, has_run, noted, notes
 from fzero.table.spec import Spec
@@ -97,12 +94,7 @@ def tape(step: Spec, state: TrainState) -> Iterator[Tape]:
         raise ValueError("fz.tape: got a step of fz.jit, whose graphs have pullbacks of their own. Take step.vjp.")
     made = Tape(step, state)
     refuse_carry(step, "tape")
-    if step.microbatches.weights is not None:
-        raise ValueError(
-            "tape: got a step with fz.accumulate(..., weights=...), expected one without: a tape splits no batch, and "
-            "its gradients are plain means over ranks. Give it the step as it was before fz.accumulate, and multiply "
-            "the loss by this rank's share of the weights; or call step.vjp."
-        )
+    _refuse_weights(step, "tape")
     with torch.enable_grad():  # alone, as it may be left at another time and place, by a generator or a task
         yield made
 
@@ -118,16 +110,19 @@ def _refuse_transforms(who: str) -> None:
 def hvp(step: Spec, state: TrainState, v: Sharded, *inputs: object) -> Sharded:
     """The Hessian of the mean loss times a vector, for curvature and influence functions.
 
-    Batches are split into microbatches only if these have weights. Then the mean is the weighted one.
+    Batches are not split into microbatches.
 
     Args:
-        step: a step whose function returns a scalar loss.
+        step: a step whose function returns a scalar loss, without `weights` of `fz.accumulate`.
         state: a state of this step.
         v: the vector, in the form of grads: what a pullback returned, or an earlier product.
         *inputs: this rank's share of the batch.
 
     Returns:
         The product, sharded like grads, a mean over ranks.
+
+    Raises:
+        ValueError: the step has `weights`. Give it the step before `fz.accumulate`.
 
     Source:
         Pearlmutter 1994, https://doi.org/10.1162/neco.1994.6.1.147. Reverse mode over reverse mode.
@@ -142,40 +137,29 @@ def hvp(step: Spec, state: TrainState, v: Sharded, *inputs: object) -> Sharded:
     check_grads(step, state, v, "v", "hvp")
     need_derivatives("fz.hvp")
     state, v, inputs = constants("fz.hvp", state=state, v=v, inputs=inputs)
-    micro, factor, total = step.microbatches, 1.0, dict[Key, torch.Tensor]()
-    if micro.weights is not None:
-        refuse_carry(step, "hvp of a step whose microbatches have weights")
-    parts, counts = ([inputs], Counts()) if micro.weights is None else counted(micro, state, inputs)
-    for i, part in enumerate(parts):
-        factor, mask = counts.factors[i] if counts.factors else 1.0, counts.mask(i)
-        product = _product(step, state, v, Carry(step, state).given(part), seed_of(state, 0, i), factor, mask)
-        total = {key: total[key] + x for key, x in product.items()} if total else product
-    return v.with_buffers({key: x * math.nan for key, x in total.items()} if math.isnan(factor) else total)
-
-
-def _product(
-    step: Spec,
-    state: TrainState,
-    v: Sharded,
-    inputs: Sequence[object],
-    seed: tuple[int, ...],
-    factor: float,
-    mask: Mask | None,
-) -> dict[Key, torch.Tensor]:
-    """The product with the Hessian of one microbatch's loss times `factor`."""
-    _, primals, _ = traversal_of(step, state, seed)
+    _refuse_weights(step, "hvp")
+    given = Carry(step, state).given(inputs)
+    _, primals, _ = traversal_of(step, state, seed_of(state, 0, 0))
 
     def loss(primals: dict[Key, torch.Tensor]) -> torch.Tensor:
-        traversal, _, fixed = traversal_of(step, state, seed, mask=mask)
-        out = call_function(step, state, traversal, {**primals, **fixed}, inputs)
-        value = scalar_loss(split_result(step, out)[0], "hvp")
-        return value if factor == 1.0 else value * factor
+        traversal, _, fixed = traversal_of(step, state, seed_of(state, 0, 0))
+        out = call_function(step, state, traversal, {**primals, **fixed}, given)
+        return scalar_loss(split_result(step, out)[0], "hvp")
 
     with failing("a product with the Hessian"), torch.no_grad():
         _, pullback, value = torch.func.vjp(torch.func.grad_and_value(loss), primals, has_aux=True)  # type: ignore[misc]
         need_alike(state.params.axis, scalars_in(value), "hvp", "a loss")
         (product,) = pullback(v.locals(), retain_graph=False, create_graph=False)
-    return product
+    return v.with_buffers(product)
+
+
+def _refuse_weights(step: Spec, who: str) -> None:
+    if step.microbatches.weights is not None:
+        raise ValueError(
+            f"{who}: got a step with fz.accumulate(..., weights=...), expected one without: it splits no batch, and "
+            "its result is a plain mean over ranks. Give it the step as it was before fz.accumulate, with a loss of "
+            "fz.parallel.weighted_mean; or call step.vjp."
+        )
 
 
 def per_example_grads(step: Spec, state: TrainState, *inputs: object, only: str | None = None) -> Any:

@@ -67,9 +67,9 @@ def loop(
             on in the file.
         tensorboard: a folder for the same numbers.
         every: steps between two rows. Metrics are read for rows only, so the device is not waited for in between.
-        evaluate: `evaluate(state) -> {name: number}`, on all ranks: the mean over ranks is taken. A pair (sum, count)
-            weighs a rank. It runs before the first step, every `evaluate_every` steps and after the last step, but not
-            if a signal or `stop` ends the loop.
+        evaluate: `evaluate(state) -> {name: number}`, on all ranks: the mean over ranks is taken. It runs before the
+            first step, every `evaluate_every` steps and after the last step, but not if a signal or `stop` ends the
+            loop.
         evaluate_every: steps between two evaluations.
         patience: ends the loop after so many evaluations in a row in which the first number was not a new lowest.
         best: keeps the states in which that number is lowest: `fz.Checkpoints(folder, keep=1)`.
@@ -168,8 +168,8 @@ class Loop(Generic[S, M]):
         self._step, self._total, self._resumed = step, total, after is not None
         self._said = said  # what all ranks are given alike
         self._record, self._evaluation, self._saves = record, evaluation, saves
-        self._signals = Asked() if stop is None else None
-        self._stop = stop or self._signals
+        self._signals: Asked | None = None  # once it has begun, where it is asked by them
+        self._stop = stop
         self._batches = batches
         self._ranks: Ranks | None = None  # once it has begun
         self._process = 0  # that it has begun in
@@ -232,8 +232,8 @@ class Loop(Generic[S, M]):
 
     def _begin(self) -> None:
         self._ranks, self._process = Ranks(self.state), os.getpid()
-        if self._signals is not None:
-            self._signals.begin()
+        if self._stop is None:
+            self._stop = self._signals = Asked.begun()
         ranks = self._ranks
         self._tried(lambda: self._record.begin(self.done, self._total, self._resumed, ranks.leads), None)
         ranks.all_well(self._error)

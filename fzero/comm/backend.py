@@ -76,11 +76,6 @@ def name_of(group: Group) -> str:
     return f"{group.group_name}:{','.join(map(str, members(group)))}"
 
 
-def groups_of(mesh: Mesh) -> list[Group]:
-    """The process groups that this rank is in, one for each axis of a mesh."""
-    return mesh.get_all_groups()
-
-
 def ranks_around(mesh: Mesh) -> int:
     """How many ranks the mesh has that a mesh was taken from; its own, where it was made as it is."""
     root = getattr(mesh, "_get_root_mesh", None)
@@ -94,12 +89,25 @@ def group_over(mesh: Mesh, axes: Sequence[str]) -> Group:
     return mesh[tuple(axes)]._flatten().get_group()
 
 
-def mesh_of(
-    groups: Sequence[Group], device: str, ranks: Sequence[int], shape: Sequence[int], axes: Sequence[str]
-) -> Mesh:
-    """A mesh of process groups that there are already."""
-    tensor = torch.tensor(ranks, device="cpu", dtype=torch.int).reshape(*shape)
-    return Mesh.from_group([*groups], device, tensor, mesh_dim_names=tuple(axes))
+def axes_in(axis: str | Sequence[str] | None) -> tuple[str, ...]:
+    """The names of one mesh axis or of several."""
+    return () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+
+
+def need_axes(mesh: Mesh, wanted: Sequence[str], who: str, argument: str = "axis") -> None:
+    """Refuses axes that a mesh does not have, or that come in another order than the mesh's."""
+    known = mesh.mesh_dim_names or ()
+    for name in wanted:
+        if name not in known:
+            raise ValueError(
+                f"{who}: the mesh has no axis {name!r}; its axes are {', '.join(known) or 'unnamed'}. Pass "
+                f"{argument}=, or name it in init_device_mesh(..., mesh_dim_names=...)."
+            )
+    if [*wanted] != sorted(wanted, key=known.index):
+        raise ValueError(
+            f"{who}: got {argument}={tuple(wanted)}, expected the axes in the mesh's order, {tuple(known)}: the first "
+            "is the slowest."
+        )
 
 
 def store() -> Store:
@@ -208,6 +216,21 @@ def _scatter(full: torch.Tensor, out: torch.Tensor, group: Group, number: int, d
 
 def done() -> None:
     """Waits for nothing."""
+
+
+def finish_all(waits: Sequence[Callable[[], object]]) -> None:
+    """Calls all of them, also where one fails: what nobody waits for would meet a later message."""
+    errors: list[BaseException] = []
+    for wait in waits:
+        try:
+            wait()
+        except BaseException as error:
+            errors.append(error)
+    try:
+        if errors:
+            raise errors[0]
+    finally:
+        errors.clear()  # or the error and this frame would hold each other, and with them all that it went through
 
 
 def all_reduce(tensor: torch.Tensor, group: Group, op: str = "sum") -> None:
@@ -338,17 +361,11 @@ def stands_for_all(group: Group) -> bool:
     return _kinds.get(group) == "fake"
 
 
-def device_of(group: Group | None) -> torch.device:
-    """The device whose tensors a group sends."""
-    if group is None or kind_of(group) != "nccl":
+def device_of(group: Group | None, host: bool = False) -> torch.device:
+    """The device whose tensors a group sends; the host's CPU if it can, where nothing waits for an accelerator."""
+    if group is None or kind_of(group) != "nccl" or (host and "cpu" in dist.get_backend_config(group)):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
-
-
-def host_device_of(group: Group) -> torch.device:
-    """A device whose tensors a group sends: the CPU if it can, where nothing waits for an accelerator's work."""
-    of_cpu = kind_of(group) != "nccl" or "cpu" in dist.get_backend_config(group)
-    return torch.device("cpu") if of_cpu else device_of(group)
 
 
 def gather_strings(text: str, group: Group) -> list[str]:

@@ -147,7 +147,7 @@ def most(axis: Axis, numbers: Sequence[int], tag: Hashable) -> list[int]:
     """The largest of all ranks' numbers, one by one: replicas included, and ranks that leaves are cut over."""
     own = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     for group in axis._all_groups:
-        own = own.to(backend.host_device_of(group))
+        own = own.to(backend.device_of(group, host=True))
         axis._announced("all_reduce max", tag, own, group)(backend.all_reduce)(own, group, "max")
     return own.tolist()
 

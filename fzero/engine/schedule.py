@@ -15,7 +15,7 @@ import torch
 
 from fzero.base import pages, private
 from fzero.comm import hazards
-from fzero.comm.waits import finish_all
+from fzero.comm.backend import finish_all
 from fzero.engine.use import Use
 from fzero.formats.formats import Stored
 from fzero.table.layout import Key

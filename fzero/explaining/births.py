@@ -140,12 +140,8 @@ def writes(func: Operator) -> bool:
     return schema is not None and any(x.alias_info is not None and x.alias_info.is_write for x in schema.arguments)
 
 
-@functools.lru_cache(4096)
-def makes_nothing(name: str) -> bool:
-    """Tells whether an operator gives memory and writes nothing there, or is none."""
-    return name.startswith(("prim.", "aten.empty", "aten.new_empty", "aten.set_", "aten.resize_"))
-
-
+# what gives memory and writes nothing there, or is no operator
+MAKES_NOTHING = ("prim.", "aten.empty", "aten.new_empty", "aten.set_", "aten.resize_")
 _OVERWRITING = ("copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_")
 
 
@@ -154,8 +150,3 @@ def overwritten_by(name: str, given: Sequence[torch.Tensor]) -> torch.Tensor | N
     if not given or name.removeprefix("aten.").partition(".")[0] not in _OVERWRITING:
         return None
     return given[0]
-
-
-def names_infinity(arguments: object) -> bool:
-    """Tells whether an infinite number is among an operator's arguments."""
-    return any(isinstance(x, float) and not math.isfinite(x) for x in pytree.flatten(arguments)[0])

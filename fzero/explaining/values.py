@@ -136,7 +136,7 @@ class Values(dispatch.TorchDispatchMode):
         for memory in {storage_of(x) for x in made} - {storage_of(x) for x in given}:  # which others had before
             for known in (self._taints, self._leaves, self._inputs):
                 known.pop(memory, None)
-        if made and not births.makes_nothing(name):
+        if made and not name.startswith(births.MAKES_NOTHING):
             self._look(name, (args, kwargs), given, before, made)
         return out
 
@@ -224,7 +224,8 @@ class Values(dispatch.TorchDispatchMode):
         if has_nan and not came.nan:
             new.nan = frozenset({self._birth(NAN, x, op, before, not before, came.inf)})
         if has_inf and not came.inf and not came.nan:
-            new.inf = frozenset({self._birth(INF, x, op, before, not before or births.names_infinity(arguments))})
+            named = any(isinstance(each, float) and not math.isfinite(each) for each in pytree.flatten(arguments)[0])
+            new.inf = frozenset({self._birth(INF, x, op, before, not before or named)})
         elif has_inf and not came.inf:
             new.inf = came.nan
         if not is_view:

@@ -17,6 +17,7 @@ import os
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
 import threading
@@ -30,7 +31,6 @@ import torch
 from fzero.base.context import variable
 from fzero.formats.bits import Counters
 from fzero.formats.formats import Format
-from fzero.kernels import cache
 from fzero.kernels.head import N
 from fzero.kernels.source import TYPES, source_of
 
@@ -38,6 +38,8 @@ _log = logging.getLogger(__name__)
 _building = threading.Lock()
 threads = variable("kernel_threads", 0)  # that a kernel may take, 0 for as many as torch does
 _told: set[str] = set()
+_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+_NO_ROOT = 65534  # root's number in a user namespace that has none for it
 _SLOWER = (  # `benchmarks/update.py --eager`
     "Large buffers are updated in several passes of torch's meanwhile: 10 to 50 times slower, to the same bits."
 )
@@ -99,20 +101,49 @@ def _library(source: str, command: Sequence[str]) -> ctypes.CDLL:
     """
     key = hashlib.sha256("\n".join([source, *command, _machine()]).encode()).hexdigest()[:24]
     try:
-        folder = cache.folder()
-        for known in cache.found(folder, key):
-            with contextlib.suppress(OSError):  # one that was built beside another C library
-                return ctypes.CDLL(str(known))
-        with cache.scratch(folder) as scratch:
-            kept = cache.keep(folder, key, compiled(source, command, scratch))
+        kept = folder() / f"{key}.so"
+        with contextlib.suppress(OSError):  # there is none, or a torn one
+            return ctypes.CDLL(str(kept))
+        with tempfile.TemporaryDirectory(dir=kept.parent) as scratch:
+            compiled(source, command, Path(scratch)).replace(kept)  # so that many ranks may build at once
         return ctypes.CDLL(str(kept))
     except (OSError, subprocess.CalledProcessError) as error:
         why = error  # no home, one that is full or read only or that others can write to
-    with tempfile.TemporaryDirectory(dir=cache.closed(Path(tempfile.gettempdir()))) as scratch:
+    with tempfile.TemporaryDirectory(dir=_closed(Path(tempfile.gettempdir()))) as scratch:
         library = ctypes.CDLL(str(compiled(source, command, Path(scratch))))  # once loaded it needs no file
     if _first("no cache"):
         _log.warning("fzero cannot keep its kernels, so every process builds them anew: %s", why)
     return library
+
+
+def folder() -> Path:
+    """`fzero/kernels` in this user's cache folder (XDG_CACHE_HOME, or ~/.cache), made where it is missing.
+
+    Raises:
+        OSError: it cannot be made, or others could write to it: what is loaded from there runs as this user.
+    """
+    said = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        base = Path(said) if os.path.isabs(said) else Path.home() / ".cache"  # the standard ignores a relative one
+    except RuntimeError as error:
+        raise FileNotFoundError(f"this user has no home folder ({error})") from None
+    path = _closed(base / "fzero" / "kernels")
+    if path.stat().st_mode & _OTHERS:
+        raise PermissionError(f"others can write to {path}; `chmod go-w {path}`")
+    return path
+
+
+def _closed(path: Path) -> Path:
+    """A folder, made where it is missing, to which nobody but this user and root can put another."""
+    path = Path(os.path.realpath(path))
+    for at in (*reversed(path.parents), path):
+        at.mkdir(0o700, exist_ok=True)
+        about = at.stat()
+        if about.st_uid not in (os.geteuid(), 0, _NO_ROOT):
+            raise PermissionError(f"{at} belongs to user {about.st_uid}, expected this user or root")
+        if about.st_mode & _OTHERS and not about.st_mode & stat.S_ISVTX:  # unlike /tmp
+            raise PermissionError(f"others can write to {at}; `chmod go-w {at}`")
+    return path
 
 
 def compiled(source: str, command: Sequence[str], scratch: Path) -> Path:
@@ -126,6 +157,8 @@ def compiled(source: str, command: Sequence[str], scratch: Path) -> Path:
         capture_output=True,
         env={**os.environ, "TMPDIR": str(scratch)},
     )
+    with open(library, "rb") as file:
+        os.fsync(file.fileno())  # or its name may outlive its content
     return library
 
 
@@ -141,12 +174,13 @@ def flags() -> list[str]:
 
 @functools.cache
 def _machine() -> str:
-    """The facts that -march=native depends on, as machines may share a home."""
+    """The facts that -march=native and the loader depend on, as machines may share a home."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.node())
+    known = next((line for line in lines if line.startswith(("flags", "Features"))), platform.node())
+    return f"{known} {platform.libc_ver()}"
 
 
 def carries(formats: Sequence[Format], grad: torch.dtype) -> bool:

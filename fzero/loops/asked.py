@@ -8,8 +8,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -19,106 +18,97 @@ SOON = 0.05  # seconds until finalizers have returned, in which Python drops wha
 Handler = Callable[[int, FrameType | None], object] | int | None
 
 
-@dataclass(eq=False)
-class Wish:
-    """A signal that has come, and the loops that ran then: whether one of them has ended as it asks for."""
-
-    number: int
-    at: float
-    loops: Sequence[Asked]
-    heard: bool = False
-
-
 class Asked:
-    """Between `begin` and `end` the first signal is only noted, where this is the main thread, which alone may do so.
+    """One for all loops that run at once: the first signal is only noted, and each ends when it looks at that.
 
-    A later one goes to whoever handled it before, and so does every one when the loop has ended, or in a process that
-    was forked meanwhile: somebody may keep this as what came before his own handler. One that the program was told to
-    ignore stays ignored.
+    Signals are handled in the main thread alone. A later one goes to whoever handled it before, and so does every one
+    when the last loop has ended, or in a process that was forked meanwhile: somebody may keep this as what came before
+    his own handler. One that the program was told to ignore stays ignored.
 
     Who sends a signal to all processes of a group ends a DataLoader's workers by it, and torch's handler of their
     deaths raises wherever the program is: from the signal on it is not called, and batches fail by themselves.
     """
 
     def __init__(self) -> None:
-        self.wish: Wish | None = None
-        self._done: float | None = None  # when what is asked for was done
+        self._number, self._at = 0, 0.0  # the signal that has come, and when
+        self._done: float | None = None  # when a loop has ended for it, or for one of another rank
+        self._loops = 0
         self._process = 0  # where it listens
         self._before: dict[int, Handler] = {}
 
     def __call__(self) -> bool:
         """Whether one has come."""
-        return self.wish is not None
+        return self._number != 0
+
+    @staticmethod
+    def begun() -> Asked:
+        """The one of the loops that run already, or a new one that listens, for one loop more."""
+        main = threading.current_thread() is threading.main_thread()
+        known = [getattr(signal.getsignal(number), "__self__", None) for number in SIGNALS if main]
+        own = next((each for each in known if isinstance(each, Asked) and each._listens), None)
+        if own is None:
+            own = Asked()
+            if main:
+                own._listen()
+        own._loops += 1
+        return own
 
     @property
     def _listens(self) -> bool:
         return self._process == os.getpid()
 
-    def begin(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            self._process = os.getpid()
-            for number in SIGNALS:
-                if signal.getsignal(number) not in (None, signal.SIG_IGN):
-                    self._before[number] = signal.signal(number, self._hear)
+    def _listen(self) -> None:
+        self._process = os.getpid()
+        for number in SIGNALS:
+            before = signal.getsignal(number)
+            while isinstance(old := getattr(before, "__self__", None), Asked):  # whose loops another thread has ended
+                before = old._before.get(number)
+            if before not in (None, signal.SIG_IGN):
+                self._before[number] = before
+                signal.signal(number, self._hear)
 
     def done(self) -> None:
-        """What was asked for, here or on another rank, is done: the loop ends for it."""
+        """What was asked for, here or on another rank, is done: a loop ends for it."""
         self._done = time.monotonic()
 
     def end(self, later: bool) -> None:
-        """Signals go where they went before, and one that nothing was done about comes again.
+        """One loop less. Behind the last, signals go where they went, and one that none has ended for comes again.
 
-        Where it was done, the same wish may come again for a second, from others or to other ranks: that is waited for.
+        Where one has, the same wish may come again for a second, from others or to other ranks: that is waited for.
 
         Args:
             later: whether it comes again once finalizers have returned, which would swallow an error.
         """
-        wish, listened = self.wish, self._listens
-        if self._done is not None and listened:
-            time.sleep(max(0.0, (wish.at if wish is not None else self._done) + ONE - time.monotonic()))
-        self._process = 0
-        if threading.current_thread() is threading.main_thread():
-            for number in self._before:
-                if signal.getsignal(number) == self._hear:
-                    loops, before = self._around(number)
-                    signal.signal(number, loops[0]._hear if loops else before)
-        if wish is None or not listened:
+        self._loops -= 1
+        if self._loops:
             return
-        wish.heard |= self._done is not None
-        if wish.heard or any(loop._listens for loop in wish.loops):
+        if self._done is not None and self._listens:
+            time.sleep(max(0.0, (self._at or self._done) + ONE - time.monotonic()))
+        listened, self._process = self._listens, 0
+        if threading.current_thread() is threading.main_thread():
+            for number, before in self._before.items():
+                if signal.getsignal(number) == self._hear:
+                    signal.signal(number, before)
+        if not self._number or self._done is not None or not listened:
             return
         if not later:
-            signal.raise_signal(wish.number)
+            signal.raise_signal(self._number)
             return
-        again = threading.Timer(SOON, os.kill, (os.getpid(), wish.number))
+        again = threading.Timer(SOON, os.kill, (os.getpid(), self._number))
         again.daemon = True
         with contextlib.suppress(RuntimeError):  # there are no threads any more as the interpreter ends
             again.start()
 
-    def _around(self, number: int) -> tuple[list[Asked], Handler]:
-        """This loop and those around it, as far as they listen; and who handled a signal before all of them."""
-        loops, handler = list[Asked](), self._before.get(number)
-        if self._listens:
-            loops.append(self)
-        while isinstance(loop := getattr(handler, "__self__", None), Asked):
-            if loop._listens:
-                loops.append(loop)
-            handler = loop._before.get(number)
-        return loops, handler
-
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        (loops, before), now = self._around(number), time.monotonic()
-        if number == DEATH and loops:
+        before, now = self._before.get(number), time.monotonic()
+        if number == DEATH and self._listens:
             return
-        if loops and all(loop.wish is None or now - loop.wish.at <= ONE for loop in loops):
-            wish, last = Wish(number, now, loops), loops[-1]
-            for loop in loops:
-                loop.wish = loop.wish or wish
-            if callable(signal.getsignal(DEATH)) and DEATH not in last._before:
-                last._before[DEATH] = signal.signal(DEATH, last._hear)
+        if self._listens and (not self._number or now - self._at <= ONE):
+            self._number, self._at = self._number or number, self._at or now
+            if callable(signal.getsignal(DEATH)) and DEATH not in self._before:
+                self._before[DEATH] = signal.signal(DEATH, self._hear)
             return
-        for loop in loops:
-            loop._process = 0  # whoever handled it before has heard of it
+        self._process = 0  # whoever handled it before hears of it
         if callable(before):
             before(number, frame)
         elif before == signal.SIG_DFL:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from fzero.loops.asked import warn_of
-from fzero.loops.numbers import shares_of
 from fzero.loops.ranks import Ranks
+from fzero.loops.record import numbers_of
 
 Evaluate = Callable[..., Mapping[str, object]]
 
@@ -23,7 +23,7 @@ class Evaluation:
     def __init__(self, evaluate: Evaluate | None, every: int, patience: int | None, best: bool = False) -> None:
         self._evaluate, self._every, self._patience = evaluate, every, patience
         self._judges = best or patience is not None
-        self.values: dict[str, float] = {}
+        self.values: Mapping[str, float] = {}
         self.best: float | None = None
         self.since, self.fresh = 0, True
 
@@ -44,7 +44,7 @@ class Evaluation:
         evaluate = self._evaluate
         assert evaluate is not None
         try:
-            own = ranks.by_all(lambda: shares_of(evaluate(state), "evaluate"))
+            own = ranks.by_all(lambda: numbers_of(evaluate(state), "evaluate"))
         except Exception as error:
             if not ranks.asked(stop):
                 raise
@@ -53,9 +53,8 @@ class Evaluation:
         values = ranks.means(own)
         if not ranks.alike(repr(values)):
             raise ValueError(
-                f"loop: evaluate gave {values} on this rank, and other names on another, pairs (sum, count) on one of "
-                "them alone, or other numbers at another place of a pipeline; expected the same names on all ranks, "
-                "pairs on all or on none, and the same numbers at all places."
+                f"loop: evaluate gave {values} on this rank, and other names on another, or other numbers at another "
+                "place of a pipeline; expected the same names on all ranks, and the same numbers at all places."
             )
         if not values and self._judges:
             raise ValueError(

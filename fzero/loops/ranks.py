@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from fzero.base import pytree
@@ -19,7 +18,6 @@ from fzero.components.parts import PipelineState
 from fzero.state.train_state import TrainState
 
 T = TypeVar("T")
-Share = Sequence[float | None]  # a sum and what it counts, or a number and None
 
 
 class Ranks:
@@ -57,27 +55,18 @@ class Ranks:
         most, least = self.most(own, -own)
         return most == -least
 
-    def means(self, own: Mapping[str, Share]) -> dict[str, float]:
-        """Sums over what they count, over all ranks that share an axis; not over places of a pipeline.
+    def means(self, own: Mapping[str, float]) -> Mapping[str, float]:
+        """Means over all ranks that share an axis, not over places of a pipeline.
 
-        Where ranks have other names or other kinds of shares, this rank's own, so that they are not alike.
+        Where ranks have other names, this rank's own numbers, so that they are not alike.
         """
-        every = {str(backend.rank_in(backend.world())): {**own}}
+        every = {str(backend.rank_in(backend.world())): own}
         for axis in self._axes if not self.alike(repr(own)) else ():
             for text in Everyone(axis).exchange(json.dumps(every), "what ranks have evaluated"):
                 every |= json.loads(text)
-        shares = [each for _, each in sorted(every.items())]
-        if any(_kinds(each) != _kinds(own) for each in shares):
-            shares = [own]
-        means = {}
-        for name in own:
-            pairs = [
-                (total or 0.0, 1.0 if count is None else count) for total, count in (each[name] for each in shares)
-            ]
-            count = sum(count for _, count in pairs)
-            total = sum(total for total, count in pairs if count)  # of nothing it may be NaN
-            means[name] = total / count if count else math.nan
-        return means
+        if any([*each] != [*own] for each in every.values()):
+            return own
+        return {name: sum(each[name] for _, each in sorted(every.items())) / len(every) for name in own}
 
     def asked(self, stop: Callable[[], bool] | None) -> bool:
         """Whether a rank was to end, as something failed on one: what tells it so ends the workers of batches, too."""
@@ -107,10 +96,6 @@ class Ranks:
             error = own
         self.all_well(error)
         return result[0]
-
-
-def _kinds(shares: Mapping[str, Share]) -> list[tuple[str, bool]]:
-    return [(name, count is None) for name, (_, count) in shares.items()]
 
 
 def _agreed(axis: Axis, error: BaseException | None) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import csv
 import errno
 import io
+import numbers
 import os
 import sys
 import time
@@ -13,13 +14,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+import torch
+
+from fzero.base.arguments import named
 from fzero.checkpoint.files import Folder
-from fzero.loops.numbers import SECONDS, STEP, numbers_of
+from fzero.state.beyond import here
+from fzero.table.needs import numbers_in
 
 if TYPE_CHECKING:  # it may not be installed
     from tqdm import tqdm
 
 Row = Mapping[str, float]
+STEP, SECONDS = "step", "seconds"  # of a row: how many were taken, and what one took
 
 
 class Record:
@@ -114,6 +120,55 @@ def _bar(progress: bool | str | None, total: int | None, done: int) -> tqdm[NoRe
     often = 0.5 if sys.stderr.isatty() else 10
     label = progress if isinstance(progress, str) else None
     return tqdm(total=total, initial=done, desc=label, unit="step", mininterval=often)
+
+
+# ---- numbers
+
+
+def numbers_of(values: object, what: str) -> dict[str, float]:
+    """Numbers by their names; those of an ensemble as `loss.0`, `loss.1`, ..., of a mapping as `leaf_norms.params.w`.
+
+    "aux" and "collected" are left out.
+
+    Raises:
+        TypeError: a name that is no str, or a value that is no number.
+        ValueError: a name of the row's own, two values of one name, or a number without a float.
+    """
+    if not isinstance(values, Mapping):
+        raise TypeError(f"loop: got {named(values)} as {what}, expected a mapping of names to numbers.")
+    out: dict[str, float] = {}
+    numbers = {name: value for name, value in values.items() if name not in ("aux", "collected")}
+    for name, value in here(numbers).items():
+        if not isinstance(name, str):
+            raise TypeError(f"loop: got the name {name!r} in {what}, expected a str.")
+        if isinstance(value, Mapping):
+            found = {f"{name}.{inner}": x for inner, x in numbers_of(value, f"{what}[{name!r}]").items()}
+            names, own = [*found], [*found.values()]
+        else:
+            own = _floats(value, f"{what}[{name!r}]")
+            names = [name] if len(own) == 1 else [f"{name}.{i}" for i in range(len(own))]
+        if taken := [each for each in names if each in out or each in (STEP, SECONDS)]:
+            raise ValueError(
+                f"loop: got {what}[{name!r}] for the column {taken[0]!r} of the log, which has another value there; "
+                "expected another name."
+            )
+        out |= dict(zip(names, own, strict=True))
+    return out
+
+
+def _floats(value: object, place: str) -> list[float]:
+    if isinstance(value, torch.Tensor):
+        if value.ndim <= 1 and not value.is_complex() and (own := numbers_in(value)):
+            return own
+    elif isinstance(value, numbers.Real):
+        try:
+            return [float(value)]
+        except OverflowError:
+            raise ValueError(f"loop: got {place}, a number that is too large for a float, expected others.") from None
+    raise TypeError(
+        f"loop: got {place} of {named(value)}, expected a real number, or those of an ensemble, a tensor [members]. "
+        "Give other values as the step's aux."
+    )
 
 
 # ---- files

@@ -11,7 +11,7 @@ import torch
 
 from fzero.base.arguments import wrong
 from fzero.base.patterns import matches
-from fzero.comm.waits import finish_all
+from fzero.comm.backend import finish_all
 from fzero.optim._paused import call_paused, combined
 from fzero.optim._pieces import of_slices
 from fzero.optim.base import Elementwise, call_update, values, written

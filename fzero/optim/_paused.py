@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import TypeVar
 
-from fzero.comm.waits import finish_all
+from fzero.comm.backend import finish_all
 from fzero.optim.base import call_fused
 from fzero.state.sharded import Sharded
 from fzero.table.optimizer import Arrived, GradientTransformation, Paused

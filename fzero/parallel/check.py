@@ -15,8 +15,8 @@ from fzero.base.context import during, own_copies
 from fzero.base.patterns import PATTERN, unmatched
 from fzero.base.refusals import first_words, of_higher_order
 from fzero.base.thread_state import RUN_BACKWARD
+from fzero.comm.backend import axes_in
 from fzero.comm.divergence import recorded_collectives
-from fzero.comm.mesh_axes import axes_in
 from fzero.engine.carry import refuse_carry
 from fzero.engine.outcome import is_differentiable
 from fzero.parallel.declared import Dims, Inputs, Patterns, Planned, dims_of, paths_of, patterns_of

@@ -17,7 +17,7 @@ from fzero.base.context import during, proves
 from fzero.base.patterns import PATTERN, matches, unmatched
 from fzero.comm import backend
 from fzero.comm.axis import Axis
-from fzero.comm.mesh_axes import axes_in
+from fzero.comm.backend import axes_in
 from fzero.engine.outcome import split_result
 from fzero.engine.traversal import Traversal, autocast
 from fzero.parallel.axis import need_dim

@@ -146,15 +146,12 @@ def _missing(plan: Plan, room: Mapping[str, int | None]) -> dict[str, int]:
 def _does_not_fit(proposals: list[Proposal], room: Mapping[str, int | None], donates: bool) -> ValueError:
     """The error, with the placement that lacks the least."""
     nearest = min(proposals, key=lambda each: (sum(_missing(each.plan, room).values()), each.seconds))
-    least = min(proposals, key=lambda each: each.plan.peak[DEVICE])
-    lacks = _missing(nearest.plan, room)
-    missing = " and ".join(f"{count} bytes on the {name}" for name, count in lacks.items() if count)
-    needs = ", ".join(f"{count} bytes on the {name}" for name, count in nearest.plan.peak.items() if count)
+    missing = [f"{count} bytes on the {name}" for name, count in _missing(nearest.plan, room).items() if count]
     where = ", ".join(f"{kind} on the {name}" for kind, name in nearest.placement.items())
     given = ", ".join(f"{name}={count}" for name, count in room.items())
     said = (
-        f"fits: got {given}, where no placement fits: {missing} are missing; expected {needs} for the one that lacks "
-        f"the least ({where}). The least that any takes on the device are {least.plan.peak[DEVICE]} bytes. "
+        f"fits: got {given}, where no placement fits: {' and '.join(missing)} are missing; expected as many more, for "
+        f"the one that lacks the least ({where}). "
     )
     return ValueError(said + ("" if donates else "fz.donate(step) overwrites the last state. ") + _MORE)
 

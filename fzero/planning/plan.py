@@ -17,7 +17,7 @@ from fzero.base.display import counted, in_bytes
 from fzero.base.patterns import ROOT
 from fzero.comm import backend
 from fzero.comm.axis import Axis
-from fzero.parallel.check import Report, sent_by
+from fzero.parallel.check import sent_by
 from fzero.planning import traffic
 from fzero.planning.activations import Activations, activation_lines, activations_of, without_axis
 from fzero.planning.bandwidth import Bandwidth, need_bandwidth
@@ -300,7 +300,10 @@ def planned(
     activations, flops = (), 0
     if inputs is not None:
         here = step if step.tensor_axis is not None or backend.initialized() else without_axis(step)
-        messages += _of_function(sent_by(here, params, _beside(params, inputs)))
+        report = sent_by(here, params, _beside(params, inputs))
+        for axis in dict.fromkeys(each.axis for each in report.conversions):  # what its own maps send
+            if count := report.messages(axis):
+                messages.append(Sent(joined(axis.split(", ")), "function", count, report.sent(axis)))
         activations, flops = activations_of(step, params, inputs)
     for group in layout.groups.values():
         if group.row.params.cuts or group.row.fetched:
@@ -345,12 +348,6 @@ def _beside(params: object, inputs: Sequence[object]) -> Sequence[object]:
     if not any(isinstance(x, torch.Tensor) and x.is_meta for x in pytree.leaves(params)):
         return inputs
     return [pytree.map_leaves(lambda x: x.to("meta") if isinstance(x, torch.Tensor) else x, each) for each in inputs]
-
-
-def _of_function(report: Report) -> list[Sent]:
-    """What a function's own maps send."""
-    axes = [axis for axis in dict.fromkeys(each.axis for each in report.conversions) if report.messages(axis)]
-    return [Sent(joined(axis.split(", ")), "function", report.messages(axis), report.sent(axis)) for axis in axes]
 
 
 def _need_rank(rank: int, ranks: Ranks, who: str) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 from fzero.schedules.task import COTANGENT, Edge, Kind, Schedule, Task, need_schedule
 
@@ -41,11 +40,11 @@ def check(schedule: Schedule, edges: Iterable[Edge] | None = None) -> Report:
 
     - Every stage runs each microbatch forward once and backward once (whole, or inputs before params), in the order of
       the edges.
-    - Between places, every message is sent after what makes it, received before what needs it, and matched one to one.
-    - Sends do not wait, receives do. There must be an order of all tasks in which every send comes before its receive.
+    - Between places, messages are those of `Schedule.with_messages`. Sends do not wait, receives do. There must be an
+      order of all tasks in which every send comes before its receive.
 
     Args:
-        schedule: with all its messages, or with none. Then they are derived as by `Schedule.with_messages`.
+        schedule: without messages, or with those that `Schedule.with_messages` adds.
         edges: pairs (source, target) of stages, beside neighbours, for outputs that skip stages. None takes those of
             the schedule's messages.
 
@@ -68,12 +67,16 @@ def check(schedule: Schedule, edges: Iterable[Edge] | None = None) -> Report:
         told = ((task.stage, task.peer) for tasks in schedule.places for task in tasks if task.peer is not None)
         edges = {(min(pair), max(pair)) for pair in told}
     pairs = schedule.edges(edges)
-    proof = _Proof(schedule, schedule.homes, _found(schedule))
+    bare = schedule.computes
+    proof = _Proof(bare, bare.homes, _found(bare))
     proof.need_all()
     proof.need_order(pairs)
-    if schedule.has_messages:
-        proof.need_messages(pairs)
-    full = schedule.with_messages(pairs)
+    full = bare.with_messages(pairs)
+    if schedule.has_messages and schedule != full:
+        raise ValueError(
+            f"check: {schedule.name!r} has other messages than those that schedule.with_messages(edges) adds, expected "
+            "these or none. Give it without them, schedule.computes, and say edges= where outputs skip stages."
+        )
     return Report(
         alive=tuple(alive(tasks) for tasks in full.places),
         messages=sum(task.kind is Kind.SEND for tasks in full.places for task in tasks),
@@ -125,13 +128,11 @@ class _Proof:
                     )
                 for task in (forward, inputs, params) if halves else (forward, whole):
                     if task not in self.found:
-                        ways = f"back once, by {whole!r} or by {inputs!r} and {params!r}"
-                        self._missing(task, place, f"every stage runs each microbatch forward once, and {ways}")
-
-    def _missing(self, task: Task, place: int, why: str) -> None:
-        raise ValueError(
-            f"check: {self.schedule.name!r} has no {task!r} at place {place}, expected it, as {why}; put it in."
-        )
+                        raise ValueError(
+                            f"check: {self.schedule.name!r} has no {task!r} at place {place}, expected it, as every "
+                            f"stage runs each microbatch forward once, and back once, by {whole!r} or by {inputs!r} "
+                            f"and {params!r}; put it in."
+                        )
 
     def need_order(self, edges: Sequence[Edge]) -> None:
         """At each place: back after forward, and stages as the edges lead."""
@@ -157,36 +158,6 @@ class _Proof:
                 f"{at}, expected it behind, as {why}; move one of them."
             )
 
-    def need_messages(self, edges: Sequence[Edge]) -> None:
-        """All messages that the edges between places ask for, each at its stage's place, no others."""
-        expected: list[tuple[Task, Task, Task]] = []  # a send, what makes it, what needs it
-        for source, target in edges:
-            if self.homes[source] != self.homes[target]:
-                for microbatch in range(self.schedule.microbatches):
-                    made, needed = (Task(Kind.FORWARD, stage, microbatch) for stage in (source, target))
-                    expected.append((Task(Kind.SEND, source, microbatch, target), made, needed))
-                    made, needed = (self.back(stage, microbatch) for stage in (target, source))
-                    expected.append((Task(Kind.SEND, target, microbatch, source), made, needed))
-        ends = {end for send, _, _ in expected for end in (send, send.other_end)}
-        for task, (place, _) in self.found.items():
-            if task.peer is not None and task not in ends:
-                between = min(task.stage, task.peer), max(task.stage, task.peer)
-                why = f"edges has nothing between these stages; say edges=[{between}] or leave it out"
-                if self.homes[task.stage] == self.homes[task.peer]:
-                    why = f"stages {task.stage} and {task.peer} are both there and hand it on themselves; leave it out"
-                raise ValueError(
-                    f"check: {self.schedule.name!r} has {task!r} at place {place}, expected no such message, as {why}."
-                )
-        for send, made, needed in expected:
-            receive = send.other_end
-            for end, other in ((send, receive), (receive, send)):
-                if end not in self.found:
-                    there = f", {other!r} is at place {self.found[other][0]}" if other in self.found else ""
-                    why = f"{needed!r} needs what {made!r} makes{there}"
-                    self._missing(end, self.homes[end.stage], f"{why}, and a schedule has all its messages or none")
-            self._need_before(made, send, f"{made!r} makes what is sent")
-            self._need_before(receive, needed, f"{needed!r} needs what is received")
-
 
 def _order(schedule: Schedule) -> tuple[tuple[int, Task], ...]:
     """All tasks in an order in which each can run; every place in turn computes once."""
@@ -210,30 +181,15 @@ def _order(schedule: Schedule) -> tuple[tuple[int, Task], ...]:
                 next_of[place] += 1
         if len(order) == before:
             break
-    if any(at < len(tasks) for at, tasks in zip(next_of, schedule.places, strict=True)):
-        raise ValueError(_circle(schedule, next_of))
+    heads = {place: tasks[next_of[place]] for place, tasks in enumerate(schedule.places) if tasks[next_of[place] :]}
+    if heads:
+        waits = [f"place {place} waits at {task!r} for {task.other_end!r}" for place, task in heads.items()]
+        raise ValueError(
+            f"check: {schedule.name!r} stops after {len(order)} tasks, as places wait for each other: "
+            f"{'; '.join(waits)}. Expected an order in which every send can come before its receive: move a task that "
+            "makes what another place waits for before one that needs what its own place waits for."
+        )
     return tuple(order)
-
-
-def _circle(schedule: Schedule, next_of: Sequence[int]) -> str:
-    """The receives at which places wait for each other, in words."""
-    place = next(place for place, tasks in enumerate(schedule.places) if next_of[place] < len(tasks))
-    way = [place]
-    while way.count(place) < 2:
-        place = schedule.place_of(schedule.places[place][next_of[place]].other_end.stage)
-        way.append(place)
-    way = way[way.index(place) :]
-    heads = {place: schedule.places[place][next_of[place]] for place in way}
-    waits = [
-        f"place {place} waits at {heads[place]!r} for {heads[place].other_end!r}, which place {other} has behind "
-        f"{heads[other]!r}"
-        for place, other in pairwise(way)
-    ]
-    return (
-        f"check: {schedule.name!r} stops after {sum(next_of)} tasks, as {len(waits)} places wait for each other: "
-        f"{'; '.join(waits)}. Expected an order in which every send can come before its receive; move one of these "
-        "receives, and the task that needs it, behind the send that stands after it."
-    )
 
 
 def begun_by(task: Task) -> int:

@@ -75,7 +75,20 @@ def simulate(schedule: Schedule, times: Times | Mapping[str, Durations], send: f
         [9.0, 3.0]
     """
     need_schedule(schedule, "simulate")
-    taken = need_times(times, schedule, "simulate")
+    if isinstance(times, Mapping):
+        names = [field.name for field in fields(Times)]
+        if set(times) != set(names):
+            raise ValueError(f"simulate: got times of {', '.join(map(str, times))}, expected {', '.join(names)}.")
+        times = Times(**times)
+    if not isinstance(times, Times):
+        raise wrong("simulate", "times", times, "an fz.schedules.Times or a mapping of forward, inputs, params")
+    for field in fields(times):
+        given = getattr(times, field.name)
+        if isinstance(given, tuple) and len(given) != schedule.stages:
+            raise ValueError(
+                f"simulate: got {len(given)} times for {field.name}, expected a number or one for each of the "
+                f"{schedule.stages} stages of {schedule.name!r}."
+            )
     _need_time(send, "simulate", "send")
     clocks: list[float] = [0.0] * len(schedule.places)
     arrives: dict[Task, float] = {}
@@ -87,28 +100,9 @@ def simulate(schedule: Schedule, times: Times | Mapping[str, Durations], send: f
         elif task.kind is Kind.RECEIVE:
             clocks[place] = max(start, arrives[task])
         else:
-            clocks[place] = start + taken.of(task)
+            clocks[place] = start + times.of(task)
         spans.append(Span(place, task, start, clocks[place]))
     return Timeline(spans, schedule.name)
-
-
-def need_times(times: object, schedule: Schedule, who: str) -> Times:
-    """The times of a schedule's stages."""
-    if isinstance(times, Mapping):
-        names = [field.name for field in fields(Times)]
-        if set(times) != set(names):
-            raise ValueError(f"{who}: got times of {', '.join(map(str, times))}, expected {', '.join(names)}.")
-        times = Times(**times)
-    if not isinstance(times, Times):
-        raise wrong(who, "times", times, "an fz.schedules.Times or a mapping of forward, inputs, params")
-    for field in fields(times):
-        given = getattr(times, field.name)
-        if isinstance(given, tuple) and len(given) != schedule.stages:
-            raise ValueError(
-                f"{who}: got {len(given)} times for {field.name}, expected a number or one for each of the "
-                f"{schedule.stages} stages of {schedule.name!r}."
-            )
-    return times
 
 
 def _of_stage(times: Durations, stage: int) -> float:

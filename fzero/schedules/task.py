@@ -101,7 +101,7 @@ class Schedule:
     """A pipeline schedule: for each place, its tasks in order. `print` it for a table.
 
     A place does one task at a time: a process, a group of ranks, or the host of a remote component. It has one or more
-    stages; all tasks of a stage are at one place. A schedule has all its messages or none; then they are derived.
+    stages; all tasks of a stage are at one place. Messages follow from the tasks: `with_messages` adds them.
     `fz.schedules.check` says whether it can run.
 
     Args:
@@ -240,11 +240,10 @@ class Schedule:
             ValueError: an edge does not lead to a later stage, or a stage has no tasks, or tasks at two places.
         """
         pairs = self.edges(edges)
-        return self if self.has_messages else replace(self, places=self._with_messages(pairs))
-
-    def _with_messages(self, edges: Sequence[Edge]) -> list[list[Task]]:
+        if self.has_messages:
+            return self
         homes = self.homes
-        crossing = [(source, target) for source, target in edges if homes[source] != homes[target]]
+        crossing = [(source, target) for source, target in pairs if homes[source] != homes[target]]
         sources, targets = neighbours(self.stages, crossing)
         places: list[list[Task]] = []
         for tasks in self.places:
@@ -259,22 +258,19 @@ class Schedule:
                 own.append(task)
                 own += [Task(Kind.SEND, task.stage, task.microbatch, peer) for peer in goes]
             places.append(own)
-        return places
+        return replace(self, places=places)
 
     def __str__(self) -> str:
         count = sum(task.kind is Kind.SEND for tasks in self.places for task in tasks)
         counts = f"stages {self.stages}, microbatches {self.microbatches}, places {len(self.places)}"
         wide = max((len(repr(task)) for tasks in self.places for task in tasks), default=0)
-        heads = [_of_stages(self.stages_of(place)) for place in range(len(self.places))]
+        stages = [", ".join(map(str, self.stages_of(place))) for place in range(len(self.places))]
+        heads = [f"stage{'s' * (',' in own)} {own}" if own else "no stage" for own in stages]
         lines = [f"{self.name}: {counts}" + (f", messages {count}" if count else "")]
         for place, tasks in enumerate(self.places):
             head = f"place {place:<{len(str(len(heads) - 1))}} | {heads[place]:<{max(map(len, heads))}}"
             lines.append(f"{head} | {'  '.join(f'{task!r:<{wide}}' for task in tasks)}".rstrip())
         return "\n".join(lines)
-
-
-def _of_stages(stages: Sequence[int]) -> str:
-    return f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}" if stages else "no stage"
 
 
 def neighbours(stages: int, edges: Iterable[Edge]) -> tuple[list[list[int]], list[list[int]]]:

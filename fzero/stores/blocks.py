@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import functools
 import math
 import mmap
 import os
+import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -93,17 +93,15 @@ class Memory:
         self.bytes = memoryview((ctypes.c_char * nbytes).from_address(self.address)).cast("B")
 
 
-class Bounce:
-    """A worker's own chunk of memory that begins at a block: between a file and memory that does not."""
+class _Bounce(threading.local):
+    """A thread's own chunk of memory that begins at a block: between a file and memory that does not."""
 
-    @functools.cached_property
-    def bytes(self) -> memoryview:
-        """Made for its first use, so that a lack of memory fails one transfer, and not the worker."""
-        return memoryview(mmap.mmap(-1, CHUNK))  # pages that are not touched take no memory
+    def __init__(self) -> None:
+        self.bytes = memoryview(mmap.mmap(-1, CHUNK))  # pages that are not touched take no memory
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.bytes))
 
-    @functools.cached_property
-    def address(self) -> int:
-        return ctypes.addressof(ctypes.c_char.from_buffer(self.bytes))
+
+_bounce = _Bounce()
 
 
 def copy(target: int, source: int, nbytes: int) -> None:
@@ -111,7 +109,7 @@ def copy(target: int, source: int, nbytes: int) -> None:
     ctypes.memmove(target, source, nbytes)
 
 
-def write(handle: Handle, memory: Memory, begin: int, end: int, bounce: Bounce) -> None:
+def write(handle: Handle, memory: Memory, begin: int, end: int) -> None:
     """Writes a chunk; the last block of the file is filled up with zeros where O_DIRECT wants a whole one.
 
     Raises:
@@ -120,16 +118,16 @@ def write(handle: Handle, memory: Memory, begin: int, end: int, bounce: Bounce) 
     straight, rest = _split(handle, memory, begin, end)
     assert rest <= CHUNK
     if rest:
-        copy(bounce.address, memory.address + begin + straight, rest)
-        ctypes.memset(bounce.address + rest, 0, rounded(rest) - rest)
-    buffers = _buffers(memory, begin, straight, rest, bounce)
+        copy(_bounce.address, memory.address + begin + straight, rest)
+        ctypes.memset(_bounce.address + rest, 0, rounded(rest) - rest)
+    buffers = _buffers(memory, begin, straight, rest)
     wanted = sum(map(len, buffers))
     done = _move(os.pwritev, handle, buffers, begin)
     if done < wanted:
         raise OSError(f"only {done} of {wanted} bytes were taken")
 
 
-def read(handle: Handle, memory: Memory, begin: int, end: int, bounce: Bounce) -> int:
+def read(handle: Handle, memory: Memory, begin: int, end: int) -> int:
     """Reads a chunk, and returns how many of its bytes the file has.
 
     Raises:
@@ -137,9 +135,9 @@ def read(handle: Handle, memory: Memory, begin: int, end: int, bounce: Bounce) -
     """
     straight, rest = _split(handle, memory, begin, end)
     assert rest <= CHUNK
-    done = _move(os.preadv, handle, _buffers(memory, begin, straight, rest, bounce), begin)
+    done = _move(os.preadv, handle, _buffers(memory, begin, straight, rest), begin)
     if rest and done > straight:
-        copy(memory.address + begin + straight, bounce.address, min(rest, done - straight))
+        copy(memory.address + begin + straight, _bounce.address, min(rest, done - straight))
     return min(done, end - begin)
 
 
@@ -152,9 +150,9 @@ def _split(handle: Handle, memory: Memory, begin: int, end: int) -> tuple[int, i
     return straight, length - straight
 
 
-def _buffers(memory: Memory, begin: int, straight: int, rest: int, bounce: Bounce) -> list[memoryview]:
+def _buffers(memory: Memory, begin: int, straight: int, rest: int) -> list[memoryview]:
     buffers = [memory.bytes[begin : begin + straight]] if straight else []
-    return [*buffers, bounce.bytes[: rounded(rest)]] if rest else buffers
+    return [*buffers, _bounce.bytes[: rounded(rest)]] if rest else buffers
 
 
 def _move(call: _Call, handle: Handle, buffers: list[memoryview], offset: int) -> int:

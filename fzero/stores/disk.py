@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -79,26 +78,16 @@ def stand_in() -> Disk:
 
 
 def make_folder(path: str) -> None:
-    """Makes a folder and its parents where they are missing, each for this user alone.
+    """Makes a folder for this user alone, and its parents, where they are missing.
 
     Raises:
         OSError: of the kind that stands in the way, with what to do.
     """
-    at = Path(path)
-    missing = []
-    while not os.path.lexists(at):
-        missing.append(at)
-        at = at.parent
     try:
-        for folder in reversed(missing):
-            with contextlib.suppress(FileExistsError):  # another rank was first
-                os.mkdir(folder, 0o700)
+        Path(path).mkdir(0o700, parents=True, exist_ok=True)
     except OSError as error:
         said = f"fz.Disk: cannot make the folder {path} ({error.strerror}). Give one that this user may write to."
         raise OSError(error.errno, said) from None
-    if not os.path.isdir(path):
-        file = path if os.path.lexists(path) else at
-        raise NotADirectoryError(f"fz.Disk: {file} is not a folder. Give the path of a folder, or of one to make.")
     as_now = os.access in os.supports_effective_ids  # not as the user who started the process
     if not os.access(path, os.R_OK | os.W_OK | os.X_OK, effective_ids=as_now):
         raise PermissionError(f"fz.Disk: this user cannot write to {path}. Give a folder that it may write to.")

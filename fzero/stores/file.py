@@ -115,13 +115,9 @@ class File:
         return hazards.arriving(target, self._begin_read)
 
     def _begin_write(self, source: torch.Tensor) -> Write:
-        write, room = Write(self._content, source, self._shared), self._shared.room
-        try:
-            room.take(write, self.nbytes, self._content.disk.in_flight)
-            hazards.departing(write.start)
-        except BaseException:  # an interrupt: nobody else wakes who waits for this room
-            room.give(write)
-            raise
+        write = Write(self._content, source, self._shared)
+        self._shared.room.take(self.nbytes, self._content.disk.in_flight)
+        hazards.departing(write.start)
         return write
 
     def _begin_read(self, target: torch.Tensor) -> Callable[[], None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import functools
 import warnings
 
 import torch
@@ -12,9 +12,6 @@ from fzero.comm.backend import done
 from fzero.comm.hazards import in_flight
 from fzero.stores.away import Away, Wait
 from fzero.stores.copies import host_memory, start_down, start_up
-
-_said: set[str] = set()
-_once = threading.Lock()
 
 
 class HostBuffer(Away):
@@ -34,7 +31,8 @@ class HostBuffer(Away):
     @staticmethod
     def of(tensor: torch.Tensor, device: torch.device, what: str) -> HostBuffer:
         """The values of a tensor, copied to the host."""
-        _warn_where_it_saves_nothing(device)
+        if device.type == "cpu":
+            _warn_that_it_saves_nothing()
         own = host_memory(tensor, device)
         return HostBuffer(own, device, what, start_down(own, tensor.detach()))
 
@@ -64,14 +62,11 @@ class HostBuffer(Away):
         return HostBuffer(own, self.device, self.what, start_down(own, tensor.detach()))
 
 
-def _warn_where_it_saves_nothing(device: torch.device) -> None:
+@functools.cache
+def _warn_that_it_saves_nothing() -> None:
     """Says once a process that there is no other memory than the host's."""
-    with _once:
-        if device.type != "cpu" or "host" in _said:
-            return
-        _said.add("host")
     warnings.warn(
         "fz.offload to 'host': this step computes on the CPU, whose memory is the host's, so nothing is saved; buffers "
         "are copied all the same. On this machine fz.Disk(path) saves memory.",
-        stacklevel=2,
+        stacklevel=3,
     )

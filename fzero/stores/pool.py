@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import queue
 import threading
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from fzero.stores.blocks import Bounce, Handle, open_file
+from fzero.stores.blocks import Handle, open_file
 from fzero.stores.disk import Disk
 
-Task = Callable[[Bounce], None]
+Task = Callable[[], None]
 _LAST_CHUNK = 30.0  # seconds that a chunk which is on its way at the end may take
 
 
 class Pool:
-    """Threads that run tasks in the order of their coming, each with a bounce buffer of its own.
+    """Threads that run tasks in the order of their coming.
 
     They are daemons, as threads that are not are waited for before anybody can tell them to end.
     """
@@ -47,22 +45,15 @@ class Pool:
                         raise
                     break
                 self._threads.append(thread)
-            self._tasks.put(functools.partial(self._run, task, times))
-
-    def _run(self, task: Task, times: int, bounce: Bounce) -> None:
-        """Runs a task and lets others run it, on a thread of its own: an interrupt would leave some of them out."""
-        with self._lock:
-            own = times if self.closed else 1  # what comes after the end may be taken by nobody
-            for _ in range(times - own):
+            for _ in range(times):
                 self._tasks.put(task)
-        for _ in range(own):
-            task(bounce)
 
     def close(self) -> None:
         """Ends the threads, from outside of them; tasks that have not run yet see `closed`, and end early."""
         with self._lock:
             self.closed = True
-            self._tasks.put(None)
+            for _ in self._threads:
+                self._tasks.put(None)
         for thread in self._threads:
             thread.join(_LAST_CHUNK)
 
@@ -72,47 +63,27 @@ class Pool:
 
 
 def _work(tasks: queue.SimpleQueue[Task | None]) -> None:
-    bounce = Bounce()
     while (task := tasks.get()) is not None:
-        task(bounce)
+        task()
         del task  # or what it holds would live until the next one comes
-    tasks.put(None)  # for the next thread: also for one that an interrupt has kept from being noted
 
 
 class Room:
-    """A bound on the bytes of writes that are on their way: memory that their sources still take.
-
-    What a write takes is its own, and goes with it at the latest, where interrupts keep anybody from giving it back.
-    """
+    """A bound on the bytes of writes that are on their way: memory that their sources still take."""
 
     def __init__(self) -> None:
-        self._taken: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
-        self._lock = threading.Lock()  # threading's Condition may be left locked by an interrupt
-        self._doors: list[threading.Lock] = []  # of those who wait
+        self.taken, self._changed = 0, threading.Condition()
 
-    @property
-    def taken(self) -> int:
-        return sum(self._taken.values())
-
-    def take(self, owner: object, nbytes: int, bound: int) -> None:
+    def take(self, nbytes: int, bound: int) -> None:
         """Waits until there is room; more than the bound is let through alone."""
-        while True:
-            with self._lock:
-                if not self.taken or self.taken + nbytes <= bound:
-                    self._taken[owner] = nbytes
-                    return
-                door = threading.Lock()
-                door.acquire()
-                self._doors.append(door)
-            with door:
-                pass
+        with self._changed:
+            self._changed.wait_for(lambda: not self.taken or self.taken + nbytes <= bound)
+            self.taken += nbytes
 
-    def give(self, owner: object) -> None:
-        with self._lock:
-            self._taken.pop(owner, None)
-            doors, self._doors = self._doors, []
-        for door in doors:
-            door.release()
+    def give(self, nbytes: int) -> None:
+        with self._changed:
+            self.taken -= nbytes
+            self._changed.notify_all()
 
 
 @dataclass(frozen=True)

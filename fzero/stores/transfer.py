@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from fzero.stores import blocks
-from fzero.stores.blocks import Bounce, Handle, Memory
+from fzero.stores.blocks import Handle, Memory
 from fzero.stores.disk import Disk
 from fzero.stores.pool import Shared
 
@@ -83,20 +83,18 @@ class Transfer:
     def __init__(self, content: Content, tensor: torch.Tensor, shared: Shared) -> None:
         self.content, self.nbytes, self.chunk = content, content.nbytes, blocks.CHUNK
         self.failure: Failure | None = None
-        self.ended = False
         self._shared = shared
         self._memory: Memory | None = Memory(tensor)
         self._running = max(1, min(content.disk.threads, math.ceil(self.nbytes / self.chunk)))
         self._next = 0
         self._handle: Handle | None = None
-        self._lock, self._door = threading.Lock(), threading.Lock()
-        self._door.acquire()  # open at the end; threading's Event may be left locked by an interrupt
+        self._lock, self._over = threading.Lock(), threading.Event()
 
     def open(self) -> Handle:
         """Opens the file; called once."""
         raise NotImplementedError
 
-    def move(self, handle: Handle, memory: Memory, begin: int, end: int, bounce: Bounce) -> None:
+    def move(self, handle: Handle, memory: Memory, begin: int, end: int) -> None:
         """Moves one chunk."""
         raise NotImplementedError
 
@@ -116,11 +114,13 @@ class Transfer:
 
     def wait(self) -> None:
         """Waits for the end; `failure` then says how it was."""
-        if not self.ended:
-            with self._door:
-                pass
+        self._over.wait()
 
-    def _run(self, bounce: Bounce) -> None:
+    @property
+    def ended(self) -> bool:
+        return self._over.is_set()
+
+    def _run(self) -> None:
         """What each thread does."""
         begin, memory = 0, self._memory
         assert memory is not None
@@ -128,7 +128,7 @@ class Transfer:
             handle = self._opened()
             while (taken := self._take()) is not None:
                 begin = taken
-                self.move(handle, memory, begin, min(begin + self.chunk, self.nbytes), bounce)
+                self.move(handle, memory, begin, min(begin + self.chunk, self.nbytes))
         except BaseException as error:
             self._fail(begin, error)
         del memory  # whoever waits for the end wants it alone
@@ -183,8 +183,7 @@ class Transfer:
         finally:
             self._memory = None
             self.let_go()
-            self.ended = True
-            self._door.release()
+            self._over.set()
 
 
 # ---- into a file
@@ -215,10 +214,10 @@ class Write(Transfer):
             raise
         return handle
 
-    def move(self, handle: Handle, memory: Memory, begin: int, end: int, bounce: Bounce) -> None:
+    def move(self, handle: Handle, memory: Memory, begin: int, end: int) -> None:
         if self.content.sums:
             self.content.sums[begin // self.chunk] = zlib.crc32(memory.bytes[begin:end])
-        blocks.write(handle, memory, begin, end, bounce)
+        blocks.write(handle, memory, begin, end)
 
     def complete(self) -> None:
         os.rename(self.content.part, self.content.path)
@@ -230,7 +229,7 @@ class Write(Transfer):
             remove(self.content.part)
         if self.failure is None or self.content.dropped:
             self.source = None
-        self._shared.room.give(self)
+        self._shared.room.give(self.nbytes)
 
     def check(self) -> None:
         """Says how it went, at its end.
@@ -299,12 +298,12 @@ class Read(Transfer):
     def _open(self) -> Handle:
         return self._shared.open(self.content.path, os.O_RDONLY, self.content.disk)
 
-    def move(self, handle: Handle, memory: Memory, begin: int, end: int, bounce: Bounce) -> None:
+    def move(self, handle: Handle, memory: Memory, begin: int, end: int) -> None:
         got, sums = 0, self.content.sums
         with contextlib.suppress(OSError):
-            got = blocks.read(handle, memory, begin, end, bounce)
+            got = blocks.read(handle, memory, begin, end)
         if got < end - begin:
-            got = blocks.read(handle, memory, begin, end, bounce)
+            got = blocks.read(handle, memory, begin, end)
         if got < end - begin:
             raise Unread(f"got {got} of {end - begin} bytes: the file was cut short")
         if sums and zlib.crc32(memory.bytes[begin:end]) != sums[begin // self.chunk]:

@@ -14,8 +14,7 @@ from fzero.testing._asserts import (
     assert_trees_close,
     assert_trees_equal,
 )
-from fzero.testing._mesh import fake_mesh
-from fzero.testing._ranks import RankError, run_ranks
+from fzero.testing._ranks import RankError, fake_mesh, run_ranks
 
 __all__ = [
     "LiveBytes", "RankError", "assert_all_finite", "assert_collectives", "assert_no_alias", "assert_not_mutated",

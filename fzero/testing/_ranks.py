@@ -1,4 +1,4 @@
-"""run_ranks: a function on every rank, on threads (fast, in process) or on real gloo processes that are reused."""
+"""run_ranks: a function on every rank, on threads or on gloo processes that are reused; fake_mesh: one rank for all."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import contextvars
 import ctypes
 import datetime
+import math
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -15,16 +16,17 @@ import tempfile
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from fzero.base import private, thread_state
-from fzero.base.arguments import need_int, need_number, wrong
+from fzero.base.arguments import need_int, need_number, need_str, wrong
 from fzero.base.forking import forking_context, loaded, pickled, startable
 from fzero.comm import hazards, worlds
+from fzero.comm.backend import Mesh
 from fzero.comm.divergence import PeerStopped, checked_collectives
 from fzero.purity.check import is_strict, strict
 from fzero.table.needs import is_component
@@ -120,7 +122,7 @@ def _threaded_world() -> Iterator[Callable[[object], None]]:
 
 
 @contextlib.contextmanager
-def hooks_kept() -> Iterator[None]:
+def _hooks_kept() -> Iterator[None]:
     """Each group that begins wraps sys.excepthook once more, and none that ends takes its own away."""
     before = sys.excepthook
     try:
@@ -129,11 +131,53 @@ def hooks_kept() -> Iterator[None]:
         sys.excepthook = before
 
 
+@contextlib.contextmanager
+def fake_mesh(axes: Mapping[str, int], rank: int = 0) -> Iterator[Mesh]:
+    """A context with a mesh of any number of ranks in one process. Shapes are right; values and messages are not.
+
+    It runs on torch's fake process group. Use it for `fz.plan`, `fz.parallel.check` and shapes.
+
+    Args:
+        axes: name -> number of ranks, the slowest axis first. Thousands of ranks are fine.
+        rank: the rank that runs, among all of them.
+
+    Raises:
+        RuntimeError: there is a process group already.
+
+    Example:
+        >>> with fz.testing.fake_mesh({"dp": 64, "tp": 8}, rank=9) as mesh:
+        ...     ax = fz.parallel.axis(mesh, "tp")
+        ...     fz.parallel.gather(torch.ones(2), ax, 0).shape, ax.rank
+        (torch.Size([16]), 1)
+    """
+    from torch.testing._internal.distributed import fake_pg  # which makes the backend known
+
+    if not isinstance(axes, Mapping) or not axes:
+        raise wrong("testing.fake_mesh", "axes", axes, "a dict of names of axes to numbers of ranks")
+    for name, size in axes.items():
+        need_str(name, "testing.fake_mesh", "axes", "names of axes for its keys")
+        need_int(size, "testing.fake_mesh", f"axes[{name!r}]", "a number of ranks", least=1)
+    count = math.prod(axes.values())
+    if need_int(rank, "testing.fake_mesh", "rank", "one of the ranks", least=0) >= count:
+        raise ValueError(f"testing.fake_mesh: got rank={rank}, expected one of {count} ranks, from 0 to {count - 1}.")
+    if dist.is_initialized():
+        raise RuntimeError(
+            "testing.fake_mesh: there is a process group already. Use fake_mesh outside of run_ranks and torchrun. "
+            "Inside of them use torch.distributed.init_device_mesh."
+        )
+    with _hooks_kept():
+        dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=rank, world_size=count)
+        try:
+            yield dist.init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+        finally:
+            dist.destroy_process_group()
+
+
 def _on_threads(fn: Callable[[int], object], world_size: int, timeout: float, around: _Around) -> list[Any]:
     results: list[object] = [None] * world_size
     errors: list[tuple[int, BaseException]] = []
     thread_state.prepare_for_fakes()
-    with hooks_kept(), private.shared_forward_mode(), _threaded_world() as fail:
+    with _hooks_kept(), private.shared_forward_mode(), _threaded_world() as fail:
         store, over = dist.HashStore(), threading.Event()
 
         def rank_main(rank: int) -> None:

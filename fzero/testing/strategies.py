@@ -117,7 +117,7 @@ def schedules(
 ) -> st.SearchStrategy[Schedule]:
     """Legal pipeline schedules, with places, order of tasks and halves of backward drawn at random.
 
-    They have all their messages, anywhere between what makes a value and what needs it, or none.
+    They have all their messages, or none.
 
     Args:
         stages: largest number of stages.
@@ -137,8 +137,8 @@ def schedules(
         cells = [(stage, part) for stage in range(count) for part in range(parts)]
         halved = {cell for cell in cells if generator.random() < halves}
         present = {(stage, stage + 1) for stage in range(count - 1)} | {edge for edge in edges if max(edge) < count}
-        full = _in_any_order(generator, homes, parts, halved, sorted(present))
-        return full if messages else full.computes
+        schedule = _in_any_order(generator, homes, parts, halved, sorted(present))
+        return schedule.with_messages(present) if messages else schedule
 
     return draw_one()
 
@@ -150,7 +150,7 @@ def _in_any_order(
     halved: set[tuple[int, int]],
     edges: Sequence[tuple[int, int]],
 ) -> Schedule:
-    """A schedule of stages at these places; edges between places are messages."""
+    """A schedule of stages at these places."""
     graph = graphlib.TopologicalSorter[Task]()
     for task, needed in _needs(homes, microbatches, halved, edges):
         graph.add(task, *needed)
@@ -180,10 +180,4 @@ def _needs(
                 yield then._replace(kind=Kind.PARAMS), [then]
         for source, target in edges:
             for made, needed in ((forward[source], forward[target]), (back[target], back[source])):
-                if homes[source] == homes[target]:
-                    yield needed, [made]
-                else:
-                    send = Task(Kind.SEND, made.stage, part, needed.stage)
-                    yield send, [made]
-                    yield send.other_end, [send]
-                    yield needed, [send.other_end]
+                yield needed, [made]

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from fzero.base.arguments import wrong
 from fzero.base.patterns import also
-from fzero.comm.backend import Mesh
-from fzero.comm.mesh_axes import need_axes
+from fzero.comm.backend import Mesh, need_axes
 from fzero.table.rows import Sharding
 from fzero.table.spec import S, need_step
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fzero.base.arguments import need_bool, need_str, wrong
-from fzero.comm.backend import Mesh
-from fzero.comm.mesh_axes import need_axes
+from fzero.comm.backend import Mesh, need_axes
 from fzero.table.slices import AUTO, STYLES, Cut, TensorAxis
 from fzero.table.spec import S, need_step
 

@@ -13,7 +13,7 @@ import torch
 
 from fzero.base import pages, private, pytree
 from fzero.base.arguments import as_float64
-from fzero.comm.waits import finish_all
+from fzero.comm.backend import finish_all
 from fzero.engine.use import start_gather
 from fzero.formats.formats import Stored
 from fzero.optim._join import need_states

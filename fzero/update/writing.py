@@ -12,7 +12,7 @@ import torch
 from fzero.base import pages, private
 from fzero.base.arguments import named
 from fzero.base.random import Seeds
-from fzero.comm.waits import finish_all
+from fzero.comm.backend import finish_all
 from fzero.optim.base import values, write_values
 from fzero.state.placing import settle
 from fzero.state.sharded import Draw, Part, Sharded, group_of

@@ -24,7 +24,7 @@ import updates
 from nightly import NIGHTLY, at_length, in_turns
 
 from fzero.formats.formats import CHUNK
-from fzero.kernels import build, cache, onepass
+from fzero.kernels import build, onepass
 from fzero.testing import assert_trees_equal
 
 SEVEN = 'extern "C" int kernel() { return 7; }\n'
@@ -102,13 +102,13 @@ def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def seem_given_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.lstat
+    real = Path.stat
 
-    def lstat(of: Any, **options: Any) -> os.stat_result:
+    def stat_(of: Path, **options: Any) -> os.stat_result:
         about = real(of, **options)
-        return os.stat_result((*about[:4], STRANGER, *about[5:])) if Path(of) == path else about
+        return os.stat_result((*about[:4], STRANGER, *about[5:])) if of == path else about
 
-    monkeypatch.setattr(os, "lstat", lstat)
+    monkeypatch.setattr(Path, "stat", stat_)
 
 
 def libraries(home: Path) -> list[Path]:
@@ -208,7 +208,6 @@ def test_kernels_are_kept_in_the_users_cache_folder(
     assert library.parent == home / "fzero" / "kernels"
     for folder in (library.parent, library.parent.parent):
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert stat.S_IMODE(library.stat().st_mode) == 0o600
     assert list(library.parent.iterdir()) == [library], "nothing is left of the build"
     assert built() == 7 and len(log.read_text().splitlines()) == 1, "the second process found it"
 
@@ -250,35 +249,7 @@ def test_what_a_stranger_put_into_a_sticky_folder_is_not_used(home: Path, monkey
     (home / "fzero").mkdir()
     give_away(home / "fzero", monkeypatch)
     with pytest.raises(PermissionError, match=rf"home/fzero belongs to user {STRANGER}, expected this user"):
-        cache.folder()
-
-
-def test_links_of_ones_own_are_followed(tmp_path: Path) -> None:
-    (tmp_path / "a" / "b").mkdir(parents=True)
-    (tmp_path / "absolute").symlink_to(tmp_path / "a")
-    (tmp_path / "a" / "up").symlink_to("../a/./b/../b")
-    assert cache.closed(tmp_path / "absolute" / "up" / "new") == tmp_path.resolve() / "a" / "b" / "new"
-    assert (tmp_path / "a" / "b" / "new").is_dir()
-    (tmp_path / "round").symlink_to("round")
-    with pytest.raises(OSError, match=r"round is not a folder"):
-        cache.closed(tmp_path / "round")
-
-
-def test_root_outside_of_a_user_namespace_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But not below a folder in which anybody can put something: there the number may be anybody's."""
-    (tmp_path / "map").write_text("      1000       1000          1\n")
-    assert cache._owners(str(tmp_path / "map")) == {os.geteuid(), 0, 65534}
-    (tmp_path / "map").write_text("         0          0 4294967295\n")
-    assert cache._owners(str(tmp_path / "map")) == {os.geteuid(), 0}
-    monkeypatch.setattr(cache, "_owners", lambda: {os.geteuid(), 0, STRANGER})
-    seem_given_away(Path("/"), monkeypatch)
-    assert cache.closed(tmp_path) == tmp_path.resolve()
-    sticky = tmp_path / "sticky"
-    (sticky / "theirs").mkdir(parents=True)
-    give_away(sticky / "theirs", monkeypatch)
-    sticky.chmod(0o1777)
-    with pytest.raises(PermissionError, match=r"sticky/theirs belongs to user 12345"):
-        cache.closed(sticky / "theirs")
+        build.folder()
 
 
 @needs_compiler
@@ -301,7 +272,7 @@ def test_nothing_is_loaded_where_no_folder_is_this_users_alone(home: Path, tmp_p
     home.chmod(0o777)
     (tmp_path / "temporary").chmod(0o777)
     forget()
-    with pytest.warns(UserWarning, match=r"what it built, failed: others can write to .*temporary \(mode 777\)"):
+    with pytest.warns(UserWarning, match=r"what it built, failed: others can write to .*temporary; `chmod go-w"):
         assert build._function(SEVEN) is None
 
 
@@ -309,46 +280,22 @@ def test_nothing_is_loaded_where_no_folder_is_this_users_alone(home: Path, tmp_p
 
 
 @needs_compiler
-@pytest.mark.parametrize("change", ["a flipped byte", "torn", "empty", "another library", "a link", "group-writable"])
-def test_a_library_that_does_not_fit_is_built_again(change: str, home: Path, tmp_path: Path, log: Path) -> None:
+@pytest.mark.parametrize("change", ["torn", "empty", "of another loader", "a link to nothing"])
+def test_a_library_that_cannot_be_loaded_is_built_again(change: str, home: Path, tmp_path: Path, log: Path) -> None:
     assert built() == 7
     (library,) = libraries(home)
-    content = bytearray(library.read_bytes())
+    content = library.read_bytes()
     library.unlink()  # and not written over, as this process runs it
-    if change == "a flipped byte":
-        content[len(content) // 2] ^= 1
-    elif change == "torn":
-        del content[-100:]
-    elif change == "empty":
-        content.clear()
-    elif change == "another library":
-        content = library_of(PLANTED, tmp_path / "planted")
-    library.write_bytes(content)
-    if change == "a link":
-        library.rename(tmp_path / "same")
-        library.symlink_to(tmp_path / "same")
-    library.chmod(0o660 if change == "group-writable" else 0o600)
+    if change == "a link to nothing":
+        library.symlink_to(tmp_path / "nothing")
+    else:
+        library.write_bytes({"torn": content[:100], "empty": b"", "of another loader": b"other code"}[change])
     home.rename(tmp_path / "moved")  # the loader knows a path that it has loaded before
     home.symlink_to(tmp_path / "moved")
     assert built() == 7 and len(log.read_text().splitlines()) == 2
     (again,) = libraries(tmp_path / "moved")
-    assert not again.is_symlink() and again.stat().st_mode & 0o077 == 0
+    assert not again.is_symlink()
     assert built() == 7 and len(log.read_text().splitlines()) == 2, "the new one fits"
-
-
-@needs_compiler
-def test_a_library_that_cannot_be_loaded_is_built_again(home: Path, tmp_path: Path, log: Path) -> None:
-    """One whose digest is right, of another machine that has the same home."""
-    assert built() == 7
-    (library,) = libraries(home)
-    key = library.name.split(".")[0]
-    library.unlink()
-    (tmp_path / "made").write_bytes(b"of another loader")
-    foreign = cache.keep(library.parent, key, tmp_path / "made")
-    home.rename(tmp_path / "moved")
-    home.symlink_to(tmp_path / "moved")
-    assert built() == 7 and built() == 7 and len(log.read_text().splitlines()) == 2
-    assert foreign.name in [path.name for path in libraries(tmp_path / "moved")], "which that machine still has"
 
 
 # ---- compilers
@@ -515,7 +462,6 @@ def test_two_processes_build_at_once(
 def test_a_process_killed_while_it_builds_leaves_nothing_that_is_loaded(
     home: Path, quick: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it does leave a later build removes."""
     stuck = script(
         tmp_path / "stuck", f'{quick} "$@" || exit 1\n[ -e {tmp_path}/log ] && exit 0\necho > {tmp_path}/log\nsleep 600'
     )
@@ -528,7 +474,3 @@ def test_a_process_killed_while_it_builds_leaves_nothing_that_is_loaded(
     assert left.is_dir() and (left / "kernel.so").stat().st_size > 0, "a whole library, in a folder that is not read"
     monkeypatch.setenv("CXX", str(stuck))
     assert built() == 7
-    assert left.is_dir(), "which might still be building"
-    os.utime(left, (time.time() - 7200, time.time() - 7200))
-    assert built(EIGHT) == 8
-    assert not left.exists() and len(list((home / "fzero" / "kernels").iterdir())) == 2

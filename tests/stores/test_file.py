@@ -22,7 +22,6 @@ from unittest import mock
 
 import pytest
 import torch
-from interrupts import Points
 from processes import run_forked
 
 from fzero.comm.hazards import hazards
@@ -31,8 +30,6 @@ from fzero.stores.blocks import BLOCK
 from fzero.stores.disk import Disk
 from fzero.stores.file import File
 from fzero.stores.folder import Folder, folder_of
-from fzero.stores.pool import Pool
-from fzero.stores.transfer import Transfer
 
 Call = Callable[[int, Sequence[memoryview], int], int]
 SIZE = 20 * BLOCK + 100  # several chunks, and a tail
@@ -245,51 +242,6 @@ def test_room_is_given_back_whatever_happens(folder: Folder, disk: Disk, writes:
         failed.written()
     folder.start_write(some(2), "x", disk).written()
     assert folder.shared.room.taken == 0
-
-
-def test_a_write_that_an_interrupt_keeps_from_starting_takes_no_room(folder: Folder, disk: Disk) -> None:
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Transfer, "start", _interrupt)
-        folder.start_write(some(0), "x", disk)
-    assert folder.shared.room.taken == 0 and state_files(folder) == []
-
-
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
-
-
-def test_an_interrupted_wait_leaves_all_as_it_was(folder: Folder, disk: Disk, reads: Gate) -> None:
-    source = some(0)
-    file = folder.start_write(source, "x", disk)
-    file.written()
-    reads.open.clear()
-    wait = file.start_read(target := torch.empty_like(source))
-    with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Transfer, "wait", _interrupt)
-        wait()
-    reads.open.set()
-    wait()
-    assert torch.equal(target, source)
-
-
-@pytest.mark.parametrize("what", ["write", "read"])
-def test_interrupts_leave_no_lock_no_file_and_no_room_taken(folder: Folder, disk: Disk, what: str) -> None:
-    file = folder.start_write(source := some(0), "x", disk)
-    file.written()
-
-    def moved() -> File:
-        own = file if what == "read" else folder.start_write(source, "x", disk)
-        assert torch.equal(back(own), source)
-        return own
-
-    opened = len(os.listdir("/proc/self/fd"))
-    (counted := Points()).during(moved)
-    for at in range(1, counted.count + 1):
-        with contextlib.suppress(KeyboardInterrupt):
-            Points(at).during(moved)
-    with concurrent.futures.ThreadPoolExecutor(1) as other:
-        other.submit(moved).result(60)
-    until(lambda: folder.shared.room.taken == 0 and len(os.listdir("/proc/self/fd")) == opened)
 
 
 # ---- what cannot be written
@@ -623,15 +575,3 @@ def test_a_read_that_copies_the_source_is_waited_for(folder: Folder, disk: Disk)
 
 def test_folders_are_shared_whatever_the_options(folder: Folder, disk: Disk) -> None:
     assert folder_of(Disk(disk.path, direct=False, threads=1, verify=True), lambda: "other") is folder
-
-
-def test_an_interrupt_as_a_thread_begins_leaves_none_behind() -> None:
-    """It runs by then, and nobody has noted it: it takes tasks as the others do, and ends with them."""
-    pool, ran, before = Pool(), threading.Event(), threading.active_count()
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(threading.Event, "wait", _interrupt)  # as Thread.start waits for the thread
-        pool.submit(lambda bounce: None, 2)
-    pool.submit(lambda bounce: ran.set(), 2)
-    assert ran.wait(10) and threading.active_count() == before + 3
-    pool.close()
-    until(lambda: threading.active_count() == before)

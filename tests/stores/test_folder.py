@@ -104,8 +104,8 @@ def test_the_end_on_one_of_its_own_threads(tmp_path: Path) -> None:
     gc.disable()
     try:
         del folder, cycle
-        shared.pool.submit(lambda _: [gc.collect(), None][1], 1)
-        shared.pool.submit(lambda _: None, 1)
+        shared.pool.submit(lambda: [gc.collect(), None][1], 1)
+        shared.pool.submit(lambda: None, 1)
         for _ in range(6000):
             if not path.exists() and not any(t.name.startswith("fzero-disk") for t in threading.enumerate()):
                 break

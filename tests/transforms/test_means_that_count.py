@@ -275,6 +275,9 @@ def test_a_tape_of_weights_is_refused() -> None:
     with pytest.raises(ValueError, match=r"tape: got a step with fz.accumulate\(..., weights=...\)"):
         with fz.tape(step, step.init(params_of(1, 3, 0))):
             pass
+    state = step.init(params_of(1, 3, 0))
+    with pytest.raises(ValueError, match=r"hvp: got a step with fz.accumulate\(..., weights=...\)"):
+        fz.hvp(step, state, state.params.map(torch.ones_like), *batches_of([4], 3, 0.0, 0)[0])
 
 
 def test_weights_of_what_a_map_maps_over_are_refused() -> None:
@@ -287,24 +290,6 @@ def test_weights_of_what_a_map_maps_over_are_refused() -> None:
 
 
 # ---- other derivatives
-
-
-def test_a_product_with_the_hessian_of_the_weighted_mean() -> None:
-    params, batches = params_of(2, 3, 0), batches_of([4, 3], 3, 0.5, 1)
-    batches[0][1][2:] = IGNORED
-    x, y = map(torch.cat, zip(*batches, strict=True))
-    v = torch_pytree.tree_map(torch.ones_like, params)
-    grad = torch.func.grad(lambda p: token_mean(p, x, y, block=_block))
-    want = torch.func.jvp(grad, (params,), (v,))[1]
-
-    def rank_main(rank: int) -> None:
-        step = fz.accumulate(fz.shard_zero3(fz.train_step(token_mean, fz.sgd(1.0))), 2, weights=tokens)
-        state = step.init(params)
-        out, pullback = step.vjp(state, *batches[rank])
-        ones = pullback(torch.ones_like(out))[0].map(torch.ones_like)
-        assert_trees_close(fz.gather(fz.hvp(step, state, ones, *batches[rank])), want, **CLOSE)
-
-    run_ranks(rank_main, 2)
 
 
 @settings(max_examples=60 if NIGHTLY else 5)
