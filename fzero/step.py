@@ -59,7 +59,8 @@ class Step(Spec):
     - `vjp` and `update` are its two halves, for losses that are not computed here.
     - `forward` gives outputs without gradients.
 
-    You can pickle a step if you can pickle its functions, and it names no mesh.
+    You can pickle a step if you can pickle its functions. A step over a mesh can be unpickled only while the groups of
+    that mesh live.
 
     Example:
         >>> step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1))

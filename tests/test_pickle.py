@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import pickle
 import re
 from collections.abc import Callable, Sequence
@@ -220,21 +221,49 @@ def test_every_transform_and_with_fn() -> None:
         assert {*map(hash, other.rules)} == {*map(hash, step.rules)} and other.donates and other.has_aux
 
 
-def over_a_mesh(rank: int) -> None:
+def over_a_mesh(rank: int, replicas: int, kept: bool) -> None:
+    mesh = torch.distributed.init_device_mesh("cpu", (replicas, 2), mesh_dim_names=("copies", "dp"))
+    step = fz.shard_zero3(fz.train_step(loss, fz.adamw(0.1)), mesh=mesh, replicate="copies", pattern="blocks.*")
+    expected = check(rank, step)
+    said = pickle.dumps(step)
+    assert fz.shard_zero1(pickle.loads(said), mesh=mesh, replicate="copies", pattern="head").sharding == step.sharding
+    if not kept:
+        del mesh, step
+        gc.collect()
+    assert_trees_equal(elsewhere(rank, said), expected)
+
+
+@in_turns(2)
+@pytest.mark.parametrize(("replicas", "backend", "kept"), [(2, "threads", True), (1, "processes", False)])
+def test_a_mesh_is_found_again(replicas: int, backend: Any, kept: bool) -> None:
+    run_ranks(functools.partial(over_a_mesh, replicas=replicas, kept=kept), 2 * replicas, backend=backend)
+
+
+def over_one_axis(rank: int, of_state: bool = False) -> bytes:
     mesh = torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    plain = fz.train_step(loss, fz.adamw(0.1))
-    for step in (fz.shard_zero2(plain, mesh=mesh), fz.shard_tensor(plain, {"head": 0}, mesh=mesh, axis="dp")):
-        with pytest.raises(TypeError, match=r"axes \('dp',\) cannot be pickled.* expected one without mesh="):
-            pickle.dumps(step)
-        assert copy.deepcopy(step).signature == step.signature
-        state = step.init(params())
-        with pytest.raises(TypeError, match=r"A state of 'loss' .* cannot be pickled.* fz.save and fz.load"):
-            pickle.dumps(state)
-        assert_trees_equal(fz.gather(copy.deepcopy(state).params), fz.gather(state.params))
+    step = fz.shard_zero2(fz.train_step(loss, fz.adamw(0.1)), mesh=mesh)
+    return pickle.dumps(step(step.init(params()), *batch(rank))[0] if of_state else step)
 
 
-def test_a_step_over_a_mesh_and_a_state_of_several_ranks_are_refused() -> None:
-    run_ranks(over_a_mesh, 2)
+def refused(rank: int, said: list[bytes]) -> None:
+    with pytest.raises(RuntimeError, match=r"A step of rank .* expected the same rank, within their life. Make the"):
+        pickle.loads(said[rank])
+
+
+def test_a_mesh_is_of_its_own_run_and_rank() -> None:
+    said = run_ranks(over_one_axis, 2, backend="processes")
+    run_ranks(functools.partial(refused, said=said), 2, backend="processes")
+    refused(1, said)
+    states = run_ranks(functools.partial(over_one_axis, of_state=True), 2, backend="processes")
+    with pytest.raises(RuntimeError, match=r"A state of rank 1 .* use fz.save and fz.load"):
+        pickle.loads(states[1])
+
+    def rank_main(rank: int) -> None:
+        others = [b"", b""]
+        torch.distributed.all_gather_object(others, over_one_axis(rank))
+        refused(rank, others[::-1])
+
+    run_ranks(rank_main, 2)
 
 
 def in_use(rank: int, said: bytes) -> None:

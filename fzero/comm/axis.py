@@ -18,8 +18,8 @@ from fzero.base.replay import once
 from fzero.comm import backend
 from fzero.comm.backend import Group, Mesh, Wait, axes_in, done, need_axes
 from fzero.comm.divergence import announce, explained, need_alike
+from fzero.comm.known import GroupName, group_of, name_of_group, need_here, need_running
 from fzero.comm.playing import playing
-from fzero.comm.worlds import need_running
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -99,7 +99,11 @@ class Axis:
         identity = uuid.uuid4().hex
         for group in self._all_groups:
             identity = self._by_all(identity, f"init of {label!r}", group)[0]
-        return self._with(component=label, identity=identity, further={})
+        return self._with(component=label, identity=identity, further={})._noted()
+
+    def _noted(self) -> Axis:
+        _alive[self.identity, self.data_rank, self.place_on_tensor[0]] = self
+        return self
 
     def _with(self, **changes: object) -> Axis:
         out = object.__new__(Axis)
@@ -191,12 +195,10 @@ class Axis:
         return self  # the same ranks, and the same component
 
     def __reduce__(self) -> tuple[object, ...]:
-        if self.group is not None or self.replicas or self.tensor is not None:
-            raise TypeError(
-                f"A state of {self.who} over {self.place} cannot be pickled, as its process groups end with the run; "
-                "expected fz.save and fz.load, or full leaves, fz.gather(state.params)."
-            )
-        return _again, (self.name, self.component, self.identity)
+        group = self.group and name_of_group(self.group)
+        replicas = [name_of_group(each) for each in self.replicas]
+        rank = backend.global_rank() if group or replicas else 0
+        return _again, (group, replicas, rank, self.name, self.component, self.identity, self.data_rank, self.tensor)
 
     def __repr__(self) -> str:
         copies = "" if self.ranks == self.size else f", {self.ranks // self.size} copies"
@@ -368,6 +370,24 @@ def _first_difference(text: str, other: str) -> str:
     return repr(next((line for line in lines if line not in others), "nothing more"))
 
 
-def _again(name: str, component: str, identity: str) -> Axis:
-    """A pickled axis of one process."""
-    return Axis(name=name)._with(component=component, identity=identity)
+# (identity, data rank, rank on the tensor axis) -> the axis of a component, which counts its runs
+_alive: weakref.WeakValueDictionary[tuple[str, int, int], Axis] = weakref.WeakValueDictionary()
+
+
+def _again(
+    group: GroupName | None,
+    replicas: list[GroupName],
+    rank: int,
+    name: str,
+    component: str,
+    identity: str,
+    data_rank: int,
+    tensor: Axis | None,
+) -> Axis:
+    """A pickled axis, over the groups of this process that it was over."""
+    names = [name for name in (group, *replicas) if name]
+    need_here("state", names, rank, "To keep a state for another run, use fz.save and fz.load.")
+    if (alive := _alive.get((identity, data_rank, tensor.rank if tensor else 0))) is not None:
+        return alive
+    axis = Axis(group_of(group) if group else None, group_of(replicas[0]) if replicas else None, name)
+    return axis._with(component=component, identity=identity, tensor=tensor)._noted()

@@ -76,6 +76,11 @@ def name_of(group: Group) -> str:
     return f"{group.group_name}:{','.join(map(str, members(group)))}"
 
 
+def groups_of(mesh: Mesh) -> list[Group]:
+    """The process groups that this rank is in, one for each axis of a mesh."""
+    return mesh.get_all_groups()
+
+
 def ranks_around(mesh: Mesh) -> int:
     """How many ranks the mesh has that a mesh was taken from; its own, where it was made as it is."""
     root = getattr(mesh, "_get_root_mesh", None)
@@ -108,6 +113,14 @@ def need_axes(mesh: Mesh, wanted: Sequence[str], who: str, argument: str = "axis
             f"{who}: got {argument}={tuple(wanted)}, expected the axes in the mesh's order, {tuple(known)}: the first "
             "is the slowest."
         )
+
+
+def mesh_of(
+    groups: Sequence[Group], device: str, ranks: Sequence[int], shape: Sequence[int], axes: Sequence[str]
+) -> Mesh:
+    """A mesh of process groups that there are already."""
+    tensor = torch.tensor(ranks, device="cpu", dtype=torch.int).reshape(*shape)
+    return Mesh.from_group([*groups], device, tensor, mesh_dim_names=tuple(axes))
 
 
 def store() -> Store:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from fzero.base.thread_state import isolate_group_names
@@ -146,13 +146,3 @@ def has_ended(group: backend.Group) -> bool:
         return False
     with _installed.lock:
         return all(group not in world.pg_map for world in (getattr(here, "_outer", here), *_installed.living))
-
-
-def need_running(groups: Sequence[backend.Group], who: str) -> None:
-    """Refuses process groups that have ended, as those of ranks that are threads do with their run."""
-    if any(map(has_ended, groups)):
-        raise RuntimeError(
-            f"{who}: its process group has ended, with fz.testing.run_ranks or torch.distributed."
-            "destroy_process_group. Do this before, inside of the ranks: return fz.gather(state.params) from there, or "
-            "use fz.save there and fz.load in the next run."
-        )

@@ -6,9 +6,10 @@ import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from fzero.comm.backend import Mesh
+from fzero.comm.known import MeshName, mesh_of, name_of_mesh, need_here
 
 AUTO = "auto"
 STYLES = ("column", "column_gather", "row", "vocabulary", "whole", "copied", "experts")
@@ -25,7 +26,7 @@ THEIRS = {
 
 
 class OverMesh:
-    """A value of a column that goes over a mesh: a copy is of the same ranks, and no pickle has them."""
+    """A value of a column that goes over a mesh: a copy is of the same ranks, and a pickle knows them by names."""
 
     mesh: Mesh | None
 
@@ -33,12 +34,17 @@ class OverMesh:
         return self
 
     def __reduce__(self) -> tuple[object, ...]:
-        if self.mesh is not None:
-            raise TypeError(
-                f"A step over a mesh with the axes {self.mesh.mesh_dim_names} cannot be pickled, as a mesh ends with "
-                "its run; expected one without mesh=, which is pickled for any run. Make the others anew there."
-            )
-        return type(self), tuple([getattr(self, own.name) for own in dataclasses.fields(self)])  # type: ignore[arg-type]
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+        return _unpickled, (type(self), own | {"mesh": self.mesh if self.mesh is None else name_of_mesh(self.mesh)})
+
+
+def _unpickled(kind: type[OverMesh], own: dict[str, Any]) -> OverMesh:
+    """A value over the mesh of this process that it was over; the default process group is any run's."""
+    name: MeshName | None = own["mesh"]
+    if name is not None:
+        instead = "Make the step anew there, with a mesh of that run; one without mesh= is pickled for any run."
+        need_here("step", name.groups, name.rank, instead)
+    return kind(**own | {"mesh": name if name is None else mesh_of(name)})
 
 
 @dataclass(frozen=True)

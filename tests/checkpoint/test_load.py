@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
 import itertools
 import os
+import pickle
 import tempfile
 import time
 from pathlib import Path
@@ -306,10 +308,14 @@ def copied(rank: int, stage: int) -> None:
     step = step_of(stage, "exact")
     state, _ = step(step.init(params()), batch(rank))
     expected = values(step(state, batch(rank))[0])
-    again = copy.deepcopy(state)
-    assert_trees_equal(values(again), values(state))
-    assert again.params.axis == state.params.axis
-    assert_trees_equal(values(step(again, batch(rank))[0]), expected)
+    for again in (copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
+        assert_trees_equal(values(again), values(state))
+        assert again.params.axis == state.params.axis
+        assert_trees_equal(values(step(again, batch(rank))[0]), expected)
+    said = pickle.dumps(state)
+    del state, again
+    gc.collect()
+    assert_trees_equal(values(step(pickle.loads(said), batch(rank))[0]), expected)
 
 
 @in_turns(6)
@@ -320,5 +326,16 @@ def copied(rank: int, stage: int) -> None:
         *[(*own, "processes") for own in ((1, 0), (2, 1), (2, 3), (3, 4))[0 if NIGHTLY else 2 :]],
     ],
 )
-def test_a_state_is_copied(world: int, stage: int, backend: str) -> None:
+def test_a_state_is_copied_and_pickled(world: int, stage: int, backend: str) -> None:
     run_ranks(functools.partial(copied, stage=stage), world, backend=backend)
+
+
+def test_a_pickled_state_is_of_its_own_rank() -> None:
+    def rank_main(rank: int) -> bytes:
+        step = step_of(3, "plain")
+        state = step.init(params())
+        return pickle.dumps(state)
+
+    said = run_ranks(rank_main, 2)
+    with pytest.raises(RuntimeError, match=r"use fz.save and fz.load"):
+        pickle.loads(said[1])

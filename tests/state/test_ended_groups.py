@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import pickle
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +33,7 @@ USES: dict[str, Callable[[Any, Path], object]] = {
     "norm": lambda state, _: fz.global_norm(state.params),
     "save": lambda state, folder: fz.save(folder, state),
     "convert": lambda state, _: fz.convert(state, PLAIN),
+    "pickle": lambda state, _: pickle.dumps(state),
 }
 
 
