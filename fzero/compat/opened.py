@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import torch
 
+from fzero.checkpoint.chunks import bytes_of
 from fzero.checkpoint.files import read_at
 from fzero.checkpoint.manifest import DamagedCheckpoint
-from fzero.checkpoint.snapshot import bytes_of
 from fzero.compat.headers import INDEX, SINGLE, Entry, entries_of
 
 _SOME = 64  # bytes of a tensor that stand for it

@@ -10,10 +10,9 @@ from fzero.checkpoint.everyone import Everyone
 from fzero.checkpoint.folder import NAME as NAME_OF_ONE
 from fzero.checkpoint.folder import path_of
 from fzero.checkpoint.load import load
-from fzero.checkpoint.manifest import DamagedCheckpoint, read_manifest
+from fzero.checkpoint.manifest import TOGETHER, DamagedCheckpoint, Together, read_manifest, read_together, sealed
 from fzero.checkpoint.remote import folder_at
 from fzero.checkpoint.save import as_json, save
-from fzero.checkpoint.together import NAME, read_together, together
 from fzero.components.places import AllPlaces
 from fzero.state.beyond import Loadable
 from fzero.state.train_state import TrainState
@@ -52,7 +51,7 @@ def save_parts(path: str, states: Sequence[TrainState | None], extra: object, pl
         if places.leads and all(Everyone(own.params.axis).leads for own in states if isinstance(own, TrainState)):
             tokens = [read_manifest(f"{folder}/{slot}/{c}").token for c in range(len(states))]
             there = folder_at(folder)
-            there.replace(NAME, together(slot, tokens, known))
+            there.replace(TOGETHER, sealed("components", Together(slot, tokens, known)))
             if (old := next(own for own in SLOTS if own != slot)) in there.folders():
                 there.discard(old)
             there.tidy()
@@ -80,7 +79,7 @@ def load_parts(path: object, steps: Mapping[int, Spec | Loadable], count: int, o
     found = read_together(folder)
     if found is None:
         raise FileNotFoundError(
-            f"{folder}: got no checkpoint of a pipeline, expected one that fz.save has written, with its {NAME}."
+            f"{folder}: got no checkpoint of a pipeline, expected one that fz.save has written, with its {TOGETHER}."
         )
     if len(found.tokens) != count:
         raise ValueError(
@@ -96,7 +95,7 @@ def load_parts(path: object, steps: Mapping[int, Spec | Loadable], count: int, o
         states[c] = load(own, step, **{**options, "like": None if like is None else like[c]})
         if read_manifest(own).token != found.tokens[c]:
             raise DamagedCheckpoint(
-                f"{own}: got another checkpoint than the one that belongs to {folder}/{NAME}: another save has written "
-                "there. Load it again, or load an older checkpoint."
+                f"{own}: got another checkpoint than the one that belongs to {folder}/{TOGETHER}: another save has "
+                "written there. Load it again, or load an older checkpoint."
             )
     return states
