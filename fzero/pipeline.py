@@ -15,10 +15,9 @@ from fzero.base.follow import below_unless, is_transformed
 from fzero.components.call import Call, Plan, goes_forward, need_constants, need_one_place, told
 from fzero.components.joint import updated
 from fzero.components.line import Line
-from fzero.components.losses import Losses
 from fzero.components.parts import PerStage, PipelineState
 from fzero.components.places import ALL_KNOW, AllPlaces, line_over, need_groups
-from fzero.components.pullback import PipelinePullback
+from fzero.components.pullback import Losses, PipelinePullback
 from fzero.components.remote.component import RemoteComponent
 from fzero.components.saved import load_parts
 from fzero.components.stages import (

@@ -229,8 +229,8 @@ def read_manifest(folder: str) -> Manifest:
         ) from None
     if fields.pop("format") != FORMAT or fields.pop("version") not in READ:
         raise ValueError(
-            f"{folder}/{NAME}: got a checkpoint of another version, expected version {VERSION}. Load it with the version "
-            "of fzero that has written it, or a newer one."
+            f"{folder}/{NAME}: got a checkpoint of another version, expected version {VERSION}. Load it with the "
+            "version of fzero that has written it, or a newer one."
         )
     return Manifest(
         **{

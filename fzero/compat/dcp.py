@@ -17,7 +17,7 @@ from fzero.checkpoint.files import folder_of
 from fzero.checkpoint.fill import agreed
 from fzero.checkpoint.manifest import DamagedCheckpoint
 from fzero.comm.axis import Axis
-from fzero.compat.ties import need_same_values, ties_of, untied
+from fzero.compat.names import need_same_values, ties_of, untied
 from fzero.compat.trees import Others, loaded, one_count
 from fzero.compat.writing import Writing
 from fzero.formats.formats import Format, Plain
