@@ -20,7 +20,6 @@ from fzero.checkpoint.fill import agreed
 from fzero.checkpoint.manifest import CODES, DTYPES
 from fzero.comm.axis import Axis
 from fzero.compat.export import Export
-from fzero.compat.headers import Entry
 from fzero.compat.names import (
     Names,
     Tie,
@@ -32,7 +31,7 @@ from fzero.compat.names import (
     ties_of,
     untied,
 )
-from fzero.compat.opened import Opened
+from fzero.compat.opened import Entry, Opened
 from fzero.compat.trees import Others, loaded
 from fzero.formats.formats import Format
 from fzero.state.checks import constants
