@@ -13,14 +13,11 @@ from fzero.base import private
 from fzero.base.arguments import named, need_argnums, need_int, need_norm, wrong
 from fzero.base.follow import below_unless, is_transformed
 from fzero.components.call import Call, Plan, goes_forward, need_constants, need_one_place, told
-from fzero.components.joint import updated
 from fzero.components.line import Line
-from fzero.components.losses import Losses
-from fzero.components.parts import PerStage, PipelineState
+from fzero.components.parts import PerStage, PipelineState, load_parts
 from fzero.components.places import ALL_KNOW, AllPlaces, line_over, need_groups
-from fzero.components.pullback import PipelinePullback
+from fzero.components.pullback import Losses, PipelinePullback
 from fzero.components.remote.component import RemoteComponent
-from fzero.components.saved import load_parts
 from fzero.components.stages import (
     Stage,
     constants_of,
@@ -29,6 +26,7 @@ from fzero.components.stages import (
     need_stages,
     stages_of,
     timeline_of,
+    updated,
 )
 from fzero.components.wiring import Number, Wiring, wiring
 from fzero.schedules.check import check

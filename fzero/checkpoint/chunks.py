@@ -1,4 +1,4 @@
-"""Checksums of files by chunks: several threads make them, and whoever reads a slice checks just its chunks."""
+"""Tensors as bytes of files, and the checksums of these by chunks: whoever reads a slice checks just its chunks."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 
 CHUNK = 4 << 20  # bytes of a piece that have one checksum; its last chunk may be shorter
 _MOST = 4  # threads: more than a disk needs
+_CHUNKS = 8  # of an accelerator's tensor that are copied at once
 
 
 def workers() -> int:
@@ -62,3 +63,34 @@ def _digests(jobs: queue.SimpleQueue[tuple[memoryview, Future[str]] | None]) -> 
         chunk, done = job
         done.set_result(digest(chunk))
         del job, chunk  # the state's memory
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in memory that a file can be written from."""
+    return tensor.detach().cpu().contiguous()
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a flat tensor on the CPU."""
+    return memoryview(tensor.resolve_neg().view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def staged(tensors: Iterator[torch.Tensor], ready: torch.Event | None) -> Iterator[torch.Tensor]:
+    """Flat tensors in the host's memory; those of an accelerator are copied on a stream that no step waits for.
+
+    Each is let go as soon as it was copied.
+
+    Args:
+        ready: has passed on the device once it has computed all of them.
+    """
+    for tensor in tensors:
+        if tensor.device.type == "cpu":
+            yield tensor.contiguous()
+            continue
+        stream = torch.Stream(tensor.device)
+        if ready is not None:
+            stream.wait_event(ready)
+        for piece in tensor.split(_CHUNKS * CHUNK // tensor.itemsize):
+            with stream:
+                host = piece.cpu()  # waits for the copy
+            yield host

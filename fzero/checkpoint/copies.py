@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
+from fzero.checkpoint.chunks import on_host
 from fzero.checkpoint.contents import runs
 from fzero.checkpoint.everyone import Everyone
-from fzero.checkpoint.staging import on_host
 from fzero.comm.axis import Axis
 from fzero.state.sharded import Sharded
 from fzero.state.sliced import sliced_in

@@ -12,13 +12,12 @@ import torch
 from fzero.base import private, pytree
 from fzero.base.arguments import need_bool
 from fzero.checkpoint.choice import Wanted, choose
+from fzero.checkpoint.contents import Unnamed, built
 from fzero.checkpoint.everyone import Everyone
 from fzero.checkpoint.fill import agreed, filled
 from fzero.checkpoint.folder import path_of
-from fzero.checkpoint.manifest import DTYPES, Manifest, read_manifest
+from fzero.checkpoint.manifest import DTYPES, Manifest, read_manifest, read_together
 from fzero.checkpoint.read import Reader
-from fzero.checkpoint.structure import Unnamed, built
-from fzero.checkpoint.together import read_together
 from fzero.formats.formats import Format
 from fzero.state.beyond import Loadable
 from fzero.state.metrics import Component, State

@@ -1,4 +1,7 @@
-"""The manifest of a checkpoint: what it keeps and in which bytes of which files. It is written last, and names them."""
+"""The manifest of a checkpoint: what it keeps and in which bytes of which files. It is written last, and names them.
+
+That of several components says which checkpoints belong together.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,7 @@ DTYPES = {  # as safetensors calls them
     **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8},
     "BOOL": torch.bool,
 }
+TOGETHER = "components.json"
 _BEGIN = b'{"sha256": "'
 _UNREADABLE = (errno.EIO, errno.EISDIR, errno.ENOTDIR, errno.ELOOP)
 CODES = {dtype: code for code, dtype in DTYPES.items()}
@@ -161,10 +165,9 @@ class Manifest:
     extra: object
 
     def text(self) -> bytes:
-        """The file's content, which begins with the checksum of all that follows."""
+        """The file's content."""
         fields = {"format": FORMAT, "version": VERSION, **asdict(replace(self, extra=None)), "extra": self.extra}
-        body = f'"checkpoint": {json.dumps(fields, separators=(",", ":"))}}}\n'.encode()
-        return _head(body) + body
+        return sealed("checkpoint", fields)
 
 
 @contextlib.contextmanager
@@ -178,8 +181,28 @@ def readable(path: str) -> Iterator[None]:
         raise DamagedCheckpoint(f"{path}: cannot be read ({error.strerror}). Load an older checkpoint.") from error
 
 
+def sealed(name: str, content: object) -> bytes:
+    """A file's content, which begins with the checksum of all that follows."""
+    body = f'"{name}": {json.dumps(content, separators=(",", ":"))}}}\n'.encode()
+    return _head(body) + body
+
+
 def _head(body: bytes) -> bytes:
     return _BEGIN + f'{hashlib.sha256(body).hexdigest()}",\n'.encode()
+
+
+def _opened(folder: str, file: str, name: str) -> Any:
+    """What was sealed in a file."""
+    path = f"{folder}/{file}"
+    with readable(path):
+        text = folder_at(folder).read(file)
+    line = text.find(b"\n") + 1
+    if not line or text[:line] != _head(text[line:]):
+        raise DamagedCheckpoint(
+            f"{path}: got {len(text)} bytes that are not those that were written: their checksum differs. Load an "
+            "older checkpoint."
+        )
+    return json.loads(text)[name]
 
 
 def is_foreign(text: bytes) -> bool:
@@ -195,28 +218,19 @@ def read_manifest(folder: str) -> Manifest:
         DamagedCheckpoint: it is not what was written.
         ValueError: it is of a newer version.
     """
-    path, there = f"{folder}/{NAME}", folder_at(folder)
     if not is_url(folder) and os.path.isfile(folder):
         raise NotADirectoryError(f"{folder}: got a file, expected the folder of a checkpoint, with its {NAME}.")
     try:
-        with readable(path):
-            text = there.read(NAME)
+        fields = _opened(folder, NAME, "checkpoint")
     except FileNotFoundError:
-        what = "is empty or holds no whole one" if there.exists() else "does not exist"
+        what = "is empty or holds no whole one" if folder_at(folder).exists() else "does not exist"
         raise NoCheckpoint(
             f"{folder}: got no checkpoint, the folder {what}; expected one that fz.save has written, with its {NAME}."
         ) from None
-    line = text.find(b"\n") + 1
-    if not line or text[:line] != _head(text[line:]):
-        raise DamagedCheckpoint(
-            f"{path}: got {len(text)} bytes that are not those that were written: their checksum differs. Load an "
-            "older checkpoint."
-        )
-    fields = json.loads(text)["checkpoint"]
     if fields.pop("format") != FORMAT or fields.pop("version") not in READ:
         raise ValueError(
-            f"{path}: got a checkpoint of another version, expected version {VERSION}. Load it with the version of "
-            "fzero that has written it, or a newer one."
+            f"{folder}/{NAME}: got a checkpoint of another version, expected version {VERSION}. Load it with the "
+            "version of fzero that has written it, or a newer one."
         )
     return Manifest(
         **{
@@ -241,3 +255,29 @@ def read_manifest(folder: str) -> Manifest:
 def _sliced(said: tuple[int, list[list[list[int]]]] | None) -> Sliced | None:
     """A cut as JSON has it."""
     return None if said is None else Sliced(said[0], tuple(tuple((a, n) for a, n in own) for own in said[1]))
+
+
+class Together(NamedTuple):
+    """Which checkpoints of components belong together.
+
+    Attributes:
+        slot: the subfolder that they are in, by their numbers.
+        tokens: of each of them.
+        extra: the caller's.
+    """
+
+    slot: str
+    tokens: list[str]
+    extra: Any
+
+
+def read_together(folder: str) -> Together | None:
+    """What a folder's file says of its components; None where it has none.
+
+    Raises:
+        DamagedCheckpoint: it is not what was written.
+    """
+    try:
+        return Together(*_opened(folder, TOGETHER, "components"))
+    except FileNotFoundError:
+        return None

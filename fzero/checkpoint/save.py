@@ -16,9 +16,9 @@ from fzero.checkpoint.everyone import Everyone
 from fzero.checkpoint.files import Folder
 from fzero.checkpoint.fill import as_said
 from fzero.checkpoint.folder import path_of
+from fzero.checkpoint.manifest import TOGETHER
 from fzero.checkpoint.remote import folder_at
 from fzero.checkpoint.snapshot import Snapshot
-from fzero.checkpoint.together import NAME as TOGETHER
 from fzero.checkpoint.write import write
 from fzero.comm import backend
 from fzero.state.beyond import Savable

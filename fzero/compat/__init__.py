@@ -2,8 +2,7 @@
 
 from fzero.compat.dcp import load_dcp, save_dcp
 from fzero.compat.deepspeed.checkpoint import load_deepspeed
-from fzero.compat.deepspeed.config import from_deepspeed
-from fzero.compat.deepspeed.inputs import cast_inputs
+from fzero.compat.deepspeed.config import cast_inputs, from_deepspeed
 from fzero.compat.deepspeed.schedules import deepspeed_schedule
 
 __all__ = [

@@ -12,11 +12,11 @@ from collections.abc import Mapping
 import torch
 
 from fzero.checkpoint import files
+from fzero.checkpoint.chunks import bytes_of, on_host
 from fzero.checkpoint.everyone import Everyone
 from fzero.checkpoint.manifest import CODES
-from fzero.checkpoint.staging import bytes_of, on_host
-from fzero.compat.headers import INDEX, SINGLE, index_of, planned
 from fzero.compat.names import Names, renamed
+from fzero.compat.opened import INDEX, SINGLE, index_of, planned
 from fzero.state.sharded import Sharded, check_buffers
 from fzero.state.stream import stream
 

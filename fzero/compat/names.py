@@ -1,11 +1,17 @@
-"""Leaves that others call otherwise: `names=` of those who read and write their files."""
+"""Names of leaves in others' files: by `names=`, and of tied leaves any of theirs, or several if their values agree."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+import torch
 
 from fzero.base import pytree
 from fzero.base.arguments import named, wrong
+from fzero.checkpoint.everyone import Everyone
+from fzero.comm.axis import Axis
+from fzero.table.module_params import other_names
 
 Names = Callable[[str], str]
 
@@ -52,3 +58,62 @@ def paths_of(who: str, like: object, names: Names | None) -> dict[str, str]:
             )
         out[name] = path
     return out
+
+
+class Tie(NamedTuple):
+    """Two names that a file has of one leaf."""
+
+    path: str
+    first: str
+    second: str
+
+
+def ties_of(like: object) -> dict[str, str]:
+    """The further names of a tree's tied leaves -> their paths."""
+    paths, _, structure = pytree.named_leaves(like)
+    return other_names(structure, paths)
+
+
+def untied(names: Mapping[str, str], ties: Mapping[str, str]) -> tuple[dict[str, str], list[Tie]]:
+    """The names that a file has, by the paths of leaves; and those that are further names of leaves which it has.
+
+    Args:
+        names: path, or a further name of a leaf -> name in the file.
+        ties: as of `ties_of`.
+    """
+    out, also = {path: name for path, name in names.items() if path not in ties}, list[Tie]()
+    for path, name in names.items():
+        if path in ties and (first := out.setdefault(ties[path], name)) != name:
+            also.append(Tie(ties[path], first, name))
+    return out, also
+
+
+def need_same_values(
+    place: str,
+    ties: Iterable[Tie],
+    form: Callable[[str], tuple[tuple[int, ...], object]],
+    read: Callable[[str, int, int], torch.Tensor],
+    axis: Axis,
+) -> None:
+    """Refuses two names of a leaf that have different values. Each rank compares its share of them.
+
+    Args:
+        form: a name's shape and dtype.
+        read: the elements [start, stop) of a name.
+    """
+    everyone = Everyone(axis)
+    for path, first, second in ties:
+        one, other = form(first), form(second)
+        numel = torch.Size(one[0]).numel()
+        start, stop = (numel * rank // everyone.count for rank in (everyone.number, everyone.number + 1))
+        if one != other:
+            got = f"{one[1]} of shape {one[0]} and {other[1]} of shape {other[0]}"
+        elif start == stop or torch.equal(*[read(name, start, stop).view(torch.uint8) for name in (first, second)]):
+            continue
+        else:
+            got = "different values"
+        raise ValueError(
+            f"{place}: leaf {path!r} is tied, and got {got} by its names {first!r} and {second!r}; expected the same "
+            "by both. If the saved model is not tied, give params that are not tied as like=. Otherwise remove the "
+            "wrong one from the files."
+        )

@@ -1,10 +1,11 @@
-"""Where in DeepSpeed's files the elements of every leaf lie."""
+"""DeepSpeed's folders: which files one has, and where in them the elements of every leaf lie."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -12,9 +13,19 @@ from typing import NamedTuple
 import torch
 
 from fzero.checkpoint.manifest import DamagedCheckpoint
-from fzero.compat.folders import EXPORT, MIXED, WHOLE, check_ranks, files_of, refuse_others
 from fzero.compat.pickles import States, fingerprint, unpickled
 
+_WHOLE = "mp_rank_00_model_states.pt"
+_FILES = re.compile(r"((?:[a-z0-9]+_)?zero_pp_rank_)(\d+)(_mp_rank_00_(optim|model)_states\.pt)")
+_OTHERS = {  # what else a folder may have -> what it is of then
+    r".*mp_rank_(?!00_)\d+_.*": "tensor or pipeline parallelism",
+    r"layer_\d+-.*": "pipeline parallelism",
+    r"(layer_-?\d+_)?expert_\d+_.*|expp_rank_.*": "a mixture of experts",
+    r"offloaded_tensors": "an optimizer that lies on NVMe",
+    r"zero": "a universal checkpoint",
+}
+_EXPORT = "Export the model from DeepSpeed as safetensors, and read that with fz.load_safetensors."
+_MIXED = "Files of different saves lie in one folder. Load another checkpoint, or take out what is not of this one."
 _INERT = (  # what 0.19 writes of its own; nothing of them is needed
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
@@ -50,7 +61,6 @@ class Saved:
         files: their paths, and what is the same for all who see the same bytes.
         updates: how many the run has applied.
         shared: other names of tied params -> the names that they are saved under.
-        masters: whether the optimizer's states are those of named params.
         params: their values, in the order of the files: masters of those that are trained, of others what the model
             computes with.
         moments: what the optimizer calls them (`exp_avg`) -> the values, by the names of params.
@@ -60,7 +70,6 @@ class Saved:
     files: Mapping[str, str]
     updates: int
     shared: Mapping[str, str]
-    masters: bool
     params: dict[str, Spread] = field(default_factory=dict)
     moments: dict[str, dict[str, Spread]] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
@@ -74,27 +83,29 @@ def saved(folder: str) -> Saved:
         DamagedCheckpoint: a file is missing, cut or not what DeepSpeed writes.
         ValueError: it is of a kind that is not read; its files are of different saves; a pickle names more than it may.
     """
-    optim, models = files_of(folder)
+    optim, models = _files_of(folder)
     files = {path: fingerprint(path) for path in (*optim, *models)}
     states = [_states(path) for path in models]
     with _as_written(models[0]):
         model = states[0]
-        refuse_others(models[0], model)
-        groups, shared = model["param_shapes"], dict(model.get("shared_params") or {})
-        updates = int(model["global_steps"]) - int(model["skipped_steps"])
-        out = Saved(files, updates, shared if groups is not None else _ties(model["module"]), groups is not None)
+        _refuse_others(models[0], model)
+        groups = model["param_shapes"]
         if groups is None:
-            _unsharded(out, models[0], model)
-    if groups is not None:
-        if not optim:
-            raise DamagedCheckpoint(
-                f"{folder}: got no *_optim_states.pt, expected one of each rank, where ZeRO keeps the masters. Bring "
-                "them back, or load an older checkpoint."
+            raise ValueError(
+                f"{models[0]}: is of ZeRO stage 0, expected stage 1, 2 or 3. Its params are whole: give step.init "
+                "those of torch.load(path)['module'], and begin the moments anew."
             )
-        _trained(out, optim, groups)
-        if os.path.basename(models[0]) != WHOLE:
-            check_ranks(models, len(optim))
-        _frozen(out, models, states)
+        updates = int(model["global_steps"]) - int(model["skipped_steps"])
+        out = Saved(files, updates, dict(model.get("shared_params") or {}))
+    if not optim:
+        raise DamagedCheckpoint(
+            f"{folder}: got no *_optim_states.pt, expected one of each rank, where ZeRO keeps the masters. Bring them "
+            "back, or load an older checkpoint."
+        )
+    _trained(out, optim, groups)
+    if os.path.basename(models[0]) != _WHOLE:
+        _check_ranks(models, len(optim))
+    _frozen(out, models, states)
     return out
 
 
@@ -122,10 +133,10 @@ def _trained(out: Saved, files: Sequence[str], groups: Sequence[States]) -> None
             count = own["partition_count"]
             count = max(count) if isinstance(count, list) else int(count)
             if states and count != ranks:
-                raise ValueError(f"{path}: is one of {count} ranks' files, expected one of {ranks}. {MIXED}")
+                raise ValueError(f"{path}: is one of {count} ranks' files, expected one of {ranks}. {_MIXED}")
             ranks = count
             states.append(own)
-    check_ranks(files, ranks)
+    _check_ranks(files, ranks)
     for number, shapes in enumerate(groups):
         masters, moments, counts, sizes = [], [], [], []
         for path, own in zip(files, states, strict=True):
@@ -203,7 +214,7 @@ def _check_group(
         if sizes[rank] != sizes[0] or counts[rank] != counts[0] or moments[rank].keys() != moments[0].keys():
             raise ValueError(
                 f"{what} has {sizes[rank]} elements, {counts[rank]} updates and {', '.join(moments[rank])}; expected "
-                f"{sizes[0]}, {counts[0]} and {', '.join(moments[0])}, as in {files[0]}. {MIXED}"
+                f"{sizes[0]}, {counts[0]} and {', '.join(moments[0])}, as in {files[0]}. {_MIXED}"
             )
         need = max(
             (base + min(max(first + numel - rank * size, 0), size) for numel, first, size, base in ends if numel),
@@ -223,7 +234,7 @@ def _frozen(out: Saved, files: Sequence[str], states: Sequence[States]) -> None:
     with _as_written(files[0]):
         shapes = states[0].get("frozen_param_shapes")
     if shapes is None:
-        if os.path.basename(files[0]) != WHOLE:
+        if os.path.basename(files[0]) != _WHOLE:
             return
         with _as_written(files[0]):
             _of_model(out, states[0])
@@ -243,17 +254,6 @@ def _frozen(out: Saved, files: Sequence[str], states: Sequence[States]) -> None:
         out.params[name] = Spread(tuple(map(int, shape)), parts, 0, share, 0)
 
 
-def _unsharded(out: Saved, path: str, model: States) -> None:
-    """Stage 0, where the model is whole."""
-    optimizer = model["optimizer"] or {}
-    if "fp32_groups_flat" in optimizer or "fp32_groups" in optimizer:
-        raise ValueError(
-            f"{path}: is of ZeRO stage 0 in low precision, whose float32 masters have no names; expected stage 1, 2 or "
-            f"3. {EXPORT}"
-        )
-    _of_model(out, model)
-
-
 def _of_model(out: Saved, model: States) -> None:
     """Params that the model's own state dict has whole, and nothing else."""
     others = {*model["buffer_names"], *out.shared, *out.params}
@@ -262,16 +262,70 @@ def _of_model(out: Saved, model: States) -> None:
             out.params[name] = Spread(tuple(value.shape), [_flat(value)], 0, max(value.numel(), 1), 0)
 
 
-def _ties(module: States) -> dict[str, str]:
-    """Names that stand for the memory of another one."""
-    met, out = dict[object, str](), dict[str, str]()
-    for name, value in module.items():
-        if isinstance(value, torch.Tensor) and value.numel():
-            first = met.setdefault((value.data_ptr(), value.shape, value.stride()), name)
-            if first != name:
-                out[name] = first
-    return out
-
-
 def _flat(value: torch.Tensor) -> torch.Tensor:
     return value.detach().reshape(-1)
+
+
+# ---- the files of a folder
+
+
+def _files_of(folder: str) -> tuple[list[str], list[str]]:
+    """The files with the states of the optimizer, and of the model, by rank.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint.
+        DamagedCheckpoint: the file of a rank is missing.
+        ValueError: it is of a kind that is not read, or its files are of different saves.
+    """
+    try:
+        names = sorted(os.listdir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        raise FileNotFoundError(f"{folder}: got no such folder, expected one of DeepSpeed's, of the tag.") from None
+    for pattern, what in _OTHERS.items():
+        if found := next((name for name in names if re.fullmatch(pattern, name)), None):
+            raise ValueError(f"{folder}/{found}: is of {what}, expected ZeRO over data-parallel ranks alone. {_EXPORT}")
+    met: dict[str, dict[int, re.Match[str]]] = {"optim": {}, "model": {}}
+    for match in filter(None, map(_FILES.fullmatch, names)):
+        other = next(iter(met[match[4]].values()), match)
+        if other[1] != match[1]:
+            raise ValueError(f"{folder}: has {match[0]} and {other[0]}, expected one of them. {_MIXED}")
+        met[match[4]][int(match[2])] = match
+    optim, parts = met.values()
+    if _WHOLE in names and parts:
+        raise ValueError(f"{folder}: has {_WHOLE} and {parts[min(parts)][0]}, expected one of them. {_MIXED}")
+    if _WHOLE not in names and not parts:
+        raise FileNotFoundError(
+            f"{folder}: got no states of a model, expected {_WHOLE} or zero_pp_rank_0_{_WHOLE}, as DeepSpeed's "
+            "save_checkpoint writes them."
+        )
+    for ranks in (optim, parts):
+        for rank in range(max(ranks, default=-1)):
+            if rank not in ranks:
+                raise _lost(os.path.join(folder, ranks[max(ranks)][0]), rank, max(ranks) + 1)
+    paths = lambda ranks: [os.path.join(folder, ranks[rank][0]) for rank in sorted(ranks)]
+    return paths(optim), paths(parts) or [os.path.join(folder, _WHOLE)]
+
+
+def _refuse_others(path: str, model: States) -> None:
+    """Of kinds that the names of files do not show."""
+    if model.get("mp_world_size", 1) != 1:
+        raise ValueError(
+            f"{path}: is one of {model['mp_world_size']} model-parallel ranks, expected the only one. {_EXPORT}"
+        )
+    if model.get("ds_autoep_layers") or model.get("autoep_layers"):
+        raise ValueError(f"{path}: is of a mixture of experts, expected ZeRO over data-parallel ranks alone. {_EXPORT}")
+
+
+def _check_ranks(files: Sequence[str], ranks: int) -> None:
+    """Refuses files that are not one of each rank."""
+    if len(files) < ranks:
+        raise _lost(files[0], len(files), ranks)
+    if len(files) > ranks:
+        raise ValueError(f"{files[ranks]}: got a file of one more rank, expected those of {ranks} ranks. {_MIXED}")
+
+
+def _lost(other: str, rank: int, ranks: int) -> DamagedCheckpoint:
+    path = re.sub(r"pp_rank_\d+", f"pp_rank_{rank}", other)
+    return DamagedCheckpoint(
+        f"{path}: got no such file, expected one of each of {ranks} ranks. Bring it back, or load an older checkpoint."
+    )

@@ -20,10 +20,18 @@ from fzero.checkpoint.fill import agreed
 from fzero.checkpoint.manifest import CODES, DTYPES
 from fzero.comm.axis import Axis
 from fzero.compat.export import Export
-from fzero.compat.headers import Entry
-from fzero.compat.names import Names, by_path, need_names, paths_of, renamed
-from fzero.compat.opened import Opened
-from fzero.compat.ties import Tie, need_same_values, ties_of, untied
+from fzero.compat.names import (
+    Names,
+    Tie,
+    by_path,
+    need_names,
+    need_same_values,
+    paths_of,
+    renamed,
+    ties_of,
+    untied,
+)
+from fzero.compat.opened import Entry, Opened
 from fzero.compat.trees import Others, loaded
 from fzero.formats.formats import Format
 from fzero.state.checks import constants

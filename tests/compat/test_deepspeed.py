@@ -112,7 +112,7 @@ def test_policies(ranks: int) -> None:
     run_ranks(rank_main, ranks)
 
 
-@pytest.mark.parametrize("name", ["zero1-bf16-2", "zero2-bf16-3", "zero3-bf16-3", "zero0-fp32-1"])
+@pytest.mark.parametrize("name", ["zero1-bf16-2", "zero2-bf16-3", "zero3-bf16-3"])
 def test_names_of_a_module(name: str) -> None:
     """Under whichever of its names a tied weight is asked for, or under both, or under others."""
     held = held_of(name)
@@ -139,14 +139,10 @@ def test_names_of_a_module(name: str) -> None:
         assert load(like=larger, lenient=True).params["scale"].equal(torch.ones(2))
 
 
-def test_what_stage_0_has() -> None:
+def test_stage_0_is_refused() -> None:
     name = "zero0-fp32-1"
-    held = held_of(name)
-    step = fz.freeze(fz.train_step(product, fz.adamw(LR)), "base.*")
-    with pytest.raises(ValueError, match=r"a checkpoint of ZeRO stage 0, where they have no names.*optim=False"):
-        fz.compat.load_deepspeed(FOLDERS / name, step)
-    params = fz.gather(fz.compat.load_deepspeed(FOLDERS / name, step, optim=False).params)
-    assert_trees_equal(dict(params), {**held["params"], **held["frozen"]})
+    with pytest.raises(ValueError, match=r"ZeRO stage 0, expected stage 1, 2 or 3. Its params are whole"):
+        fz.compat.load_deepspeed(FOLDERS / name, plain(), optim=False)
 
 
 def test_other_optimizers() -> None:
@@ -154,7 +150,7 @@ def test_other_optimizers() -> None:
     for other in (fz.sgd(LR), fz.sgd(LR, momentum=0.9), fz.lion(LR)):
         with pytest.raises(ValueError, match=r"moments of another optimizer.*optim=False"):
             load(fz.freeze(fz.train_step(product, other), "base.*"))
-    with pytest.raises(ValueError, match=r"leaf 'base.bias' has no exp_avg.*freeze the leaf"):
+    with pytest.raises(ValueError, match=r"leaf 'base.bias' has no exp_avg.*Freeze the leaf"):
         load(fz.train_step(product, fz.adam(LR)))
     with pytest.raises(ValueError, match="moments of another optimizer"):
         fz.compat.load_deepspeed(FOLDERS / "sgd-2", fz.freeze(fz.train_step(product, fz.adamw(LR)), "base.*"))

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fzero as fz
 from fzero.base.products import Product
-from fzero.components.messages import Messages
+from fzero.components.line import Messages
 from fzero.testing import run_ranks
 
 

@@ -15,7 +15,7 @@ from drawn_pipelines import Copied
 from nightly import in_turns
 
 import fzero as fz
-from fzero.components.messages import _Pickler, _Unpickler
+from fzero.components.line import _Pickler, _Unpickler
 from fzero.testing import run_ranks
 
 Stages = tuple[Callable[..., Any], ...]

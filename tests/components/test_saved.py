@@ -15,7 +15,7 @@ from nightly import in_turns
 from torch.distributed.device_mesh import init_device_mesh
 
 import fzero as fz
-from fzero.components import saved
+from fzero.components import parts
 from fzero.testing import run_ranks
 
 X = torch.linspace(-1, 1, 12, dtype=torch.float64).view(4, 3)
@@ -69,7 +69,7 @@ def test_what_is_not_whole_is_not_loaded(tmp_path: Path, monkeypatch: pytest.Mon
     first = trained(pipe, pipe.init(params()), 1)
     fz.save(folder, first, {"seen": 1})
     second = trained(pipe, first, 1)
-    save, count = saved.save, [0]
+    save, count = parts.save, [0]
 
     def fails(*arguments: Any) -> None:
         count[0] += 1
@@ -77,7 +77,7 @@ def test_what_is_not_whole_is_not_loaded(tmp_path: Path, monkeypatch: pytest.Mon
             raise OSError("the disk is full")
         save(*arguments)
 
-    monkeypatch.setattr(saved, "save", fails)
+    monkeypatch.setattr(parts, "save", fails)
     with pytest.raises(OSError, match="the disk is full"):
         fz.save(folder, second, {"seen": 2})
     assert_same(fz.load(folder, pipe), first)

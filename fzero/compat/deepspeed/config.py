@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import textwrap
@@ -10,7 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fzero.base.arguments import need_path
+import torch
+
+from fzero.base import pytree
+from fzero.base.arguments import need_path, wrong
 from fzero.comm import backend
 from fzero.comm.backend import Mesh
 from fzero.compat.deepspeed.optimizer import optimizer_of
@@ -144,3 +148,28 @@ def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
     if len(found) < len(pairs):
         raise ValueError(f"{_WHO}: got a key twice in {[key for key, _ in pairs]}, expected each once.")
     return found
+
+
+def cast_inputs(fn: Callable[..., object], dtype: torch.dtype) -> Callable[..., object]:
+    """A step's function with its floating inputs cast, as DeepSpeed's `fp16.auto_cast` does.
+
+    Args:
+        fn: `fn(params, *inputs) -> outputs`. Params are left as they are.
+        dtype: what floating tensors in the inputs are cast to.
+
+    Raises:
+        TypeError: `fn` is no function, or `dtype` no floating dtype.
+
+    Example:
+        >>> fz.compat.cast_inputs(lambda p, x: x * p, torch.float16)(2, torch.ones(1))
+        tensor([2.], dtype=torch.float16)
+    """
+    need_function(fn, "compat.cast_inputs")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise wrong("compat.cast_inputs", "dtype", dtype, "a floating dtype, such as torch.float16")
+    return functools.partial(_called, fn, dtype)
+
+
+def _called(fn: Callable[..., object], dtype: torch.dtype, params: object, *inputs: object) -> object:
+    floating = lambda x: isinstance(x, torch.Tensor) and x.is_floating_point()
+    return fn(params, *pytree.map(lambda x: x.to(dtype) if floating(x) else x, inputs))

@@ -14,8 +14,7 @@ from fzero.base import pytree
 from fzero.base.arguments import named, need_argnums, need_int, wrong
 from fzero.components.remote.group import Group
 from fzero.components.remote.handle import Away, Made, RemoteState, RemoteTree, Value, absolute
-from fzero.components.remote.kept import Kept
-from fzero.components.remote.link import Arguments
+from fzero.components.remote.link import Arguments, Kept
 from fzero.components.remote.operands import Given, inputs_for, is_value, norm_for
 from fzero.components.remote.pullback import RemotePasses, RemotePullback, handles
 from fzero.components.remote.wire import Skeleton

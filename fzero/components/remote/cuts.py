@@ -120,9 +120,20 @@ class Totals:
                 )
 
     def shares(self, place: Place) -> dict[tuple[str, ...], tuple[int, int]]:
-        """By axes how much of a dim that lies over them a rank has, and of how much."""
+        """By axes how much of a dim that lies over them a rank has, and of how much.
+
+        Raises:
+            ValueError: some data ranks would have nothing: they compute NaN where fn takes a mean.
+        """
         out = {}
-        for names, (_, dim, shape) in self._found.items():
-            start, stop = share(shape[dim], *place.piece(names))
+        for names, (number, dim, shape) in self._found.items():
+            rank, ranks = place.piece(names)
+            if 0 < shape[dim] < ranks and {*names} & {*place.averaged}:
+                raise ValueError(
+                    f"{self._who}: tensor {number} of the inputs has shape {tuple(shape)}, and its dim {dim} is split "
+                    f"over {ranks} data ranks; expected a size of at least {ranks}. Give larger batches, or fewer "
+                    "ranks."
+                )
+            start, stop = share(shape[dim], rank, ranks)
             out[names] = stop - start, shape[dim]
         return out

@@ -18,8 +18,7 @@ from fzero.components.remote.arrivals import bring_inputs, brought_cotangent
 from fzero.components.remote.building import built_by
 from fzero.components.remote.digests import digest_of
 from fzero.components.remote.failure import Failed, Failure, failure_of, first_of, left_waiting
-from fzero.components.remote.kept import Kept
-from fzero.components.remote.link import NOTICED, Arguments, Message, Place, Settings
+from fzero.components.remote.link import NOTICED, Arguments, Kept, Message, Place, Settings
 from fzero.components.remote.part import Operands, Part, Pulled
 from fzero.components.remote.pull import Puller
 from fzero.components.remote.streams import Bringing, device_of, used_here

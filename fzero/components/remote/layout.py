@@ -166,7 +166,7 @@ def joined(layout: Layout, box: Box | None, blocks: Sequence[Sequence[tuple[Read
     if layout.kind == "mean":
         wide = torch.complex128 if layout.dtype.is_complex else torch.float64
         pairs = [(part, weight) for own, weight in zip(blocks, layout.weights, strict=True) for _, part in own]
-        terms = [part.to(wide) * weight for part, weight in pairs if weight]
+        terms = [part.to(wide) * weight for part, weight in pairs]
         return _added(terms).to(layout.dtype)
     shape = layout.shape if box is None else tuple([stop - start for start, stop in box])
     sums = [(own[0][0].to, _added([part for _, part in own])) for own in blocks]

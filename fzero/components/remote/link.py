@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+K = TypeVar("K")
+V = TypeVar("V")
 NOTICED = 1.0  # seconds in which a process that has gone is seen to have ended
 Message = tuple[Any, ...]  # of a kind, which is first
 Arguments = dict[str, Any]  # of a call, by name
@@ -92,3 +95,19 @@ class Link:
 
     def join(self, timeout: float) -> None:
         """Waits for its end."""
+
+
+class Kept(OrderedDict[K, V]):
+    """Values of the `most` names that were set, or got by `get`, last: there may be one for each number of a step."""
+
+    most = 1024
+
+    def get(self, name: K, default: Any = None) -> V | Any:
+        if name in self:
+            self.move_to_end(name)
+        return super().get(name, default)
+
+    def __setitem__(self, name: K, value: V) -> None:
+        super().__setitem__(name, value)
+        while len(self) > self.most:
+            self.popitem(last=False)

@@ -1,17 +1,24 @@
-"""Ranks in other processes, as the controlling process reaches them: by channels, however they were started."""
+"""Ranks in other processes, reached by channels, however they were started: in the controlling process, and there."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fzero.channels import Address, Connection, Listener
+import torch
+
+from fzero.channels import Address, Connection, Listener, connect
+from fzero.comm import backend
+from fzero.components.remote.building import join_group
+from fzero.components.remote.host import Host
 from fzero.components.remote.link import NOTICED, Link, Message, Settings
-from fzero.components.remote.server import IDLE, RemoteSource
+from fzero.components.remote.pull import Table
+from fzero.components.remote.server import IDLE, RemoteSource, Server
 
 Heard = Callable[[int, Message], object]
 
@@ -96,3 +103,64 @@ def take_all(listener: Listener, links: Sequence[ChannelLink], token: bytes, tim
             raise TimeoutError(
                 f"fz.remote: the processes of ranks {sorted(waiting)} did not come up in {timeout:g} seconds."
             )
+
+
+# ---- what runs in a rank's process
+
+
+def serve(
+    build: Callable[[], Callable[[int], object]],
+    settings: Settings,
+    rank: int,
+    address: Address,
+    token: bytes,
+    store: tuple[str, int],
+    reachable: str | None,
+) -> None:
+    """Runs one rank in this process, until its controlling process closes it or is gone.
+
+    Args:
+        build: gives the user's function.
+        store: where the store of the process group is.
+        reachable: the name by which other machines reach this one; None for this machine only.
+    """
+    torch.set_num_threads(settings.threads)
+    torch.set_default_dtype(settings.dtype)
+    name = f"rank {rank} of {settings.component!r}"
+    connection = connect(address, token, settings.timeout, name)
+    host = Host(settings, rank, connection.send)
+    server = Server(host, token, name, reachable)
+    connection.send((rank, server.address))
+    threading.Thread(target=_hear, args=(connection, host, settings), name="fzero-calls", daemon=True).start()
+    shared = backend.dist.TCPStore(*store, is_master=False, wait_for_workers=False)
+    join_group(settings, rank, shared)
+    if host.builds(build):
+        host.run()
+        server.close()
+    connection.close()
+
+
+def _hear(connection: Connection, host: Host, settings: Settings) -> None:
+    """Takes what the controlling process sends; ends this process when that one has gone."""
+    try:
+        while True:
+            message: Any = connection.receive(IDLE)
+            if message[0] == "table":
+                message = ("table", message[1], _table(message[2], host, settings))
+            host.take(message)
+            if message[0] == "close":
+                return
+            del message
+    except OSError:
+        os._exit(1)
+
+
+def _table(sent: Any, host: Host, settings: Settings) -> Table:
+    """A table of sources as this rank asks them; itself without a message."""
+    name, places, sources = sent
+
+    def source(where: Any) -> Any:
+        own = where[3:5] == (settings.identity, host.rank)
+        return host if own else RemoteSource(where, settings.timeout)
+
+    return Table(name, places, [source(where) for where in sources])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,7 +59,6 @@ class Pulled:
         places: of the flat inputs, the numbers of the tensors among them.
         dims: of these, the axes that each dim lies over.
         layouts: of the outputs over all ranks, as far as they were asked for.
-        lacking: whether some ranks have no example of the batch.
     """
 
     pullback: Any
@@ -69,7 +68,6 @@ class Pulled:
     places: list[list[int | None]]
     dims: list[Dims]
     layouts: dict[int, Layout] = field(default_factory=dict)
-    lacking: bool = False
 
 
 @dataclass
@@ -118,47 +116,6 @@ class Part:
             )
         by_axes = [own / total if total else 1 / place.piece(axes)[1] for axes, (own, total) in shares.items()]
         return math.prod(by_axes) / place.copies(names)
-
-    def lacks(self, shares: Mapping[tuple[str, ...], tuple[int, int]]) -> bool:
-        """Tells whether some ranks have no example of a batch that has some."""
-        averaged = {*self.place.averaged}
-        sizes = [(total, self.place.piece(own)[1]) for own, (_, total) in shares.items() if {*own} & averaged]
-        return any(0 < total < count for total, count in sizes)
-
-    def need_microbatches(self, operands: Operands) -> None:
-        """Refuses on all ranks what some could not split into the step's microbatches, for whom others would wait."""
-        micro, sizes, uneven = self.step.microbatches, set[int](), False
-        if micro.count == 1:
-            return
-        slots = pytree.flatten(slots_of(operands.skeleton))[0]
-        for slot, dim in zip(slots, micro.dims(operands.inputs), strict=True):
-            dims = operands.dims[slot.number] if isinstance(slot, Slot) and dim is not None else ()
-            names = dims[dim] if dim is not None and -len(dims) <= dim < len(dims) else ()
-            if not isinstance(slot, Slot) or dim is None:
-                continue
-            total, count = operands.shares.get(names, (0, 0))[1], self.place.piece(names)[1]
-            sizes.add(total)
-            uneven |= total % (count * micro.count) > 0
-            if uneven and len(sizes) > 1:
-                raise ValueError(
-                    f"accumulate: got inputs of sizes {sorted(sizes)} along the dims that are split into {micro.count} "
-                    f"microbatches, which some of {count} ranks could not divide; expected the same size in all, or "
-                    f"sizes that {count * micro.count} divides."
-                )
-
-    def need_numbers(self, tensors: Iterable[torch.Tensor], what: str) -> None:
-        """Refuses what a rank without examples may have spoiled: its NaN, taken times 0, is NaN in every sum.
-
-        Args:
-            what: they are, in words.
-        """
-        for x in tensors:
-            if (x.is_floating_point() or x.is_complex()) and bool(x.isnan().any()):
-                raise ValueError(
-                    f"fz.remote: the batch has fewer examples than there are data ranks, and {what} are NaN. A rank "
-                    "that has no examples computes NaN where fn takes a mean over them, say. Give batches of at least "
-                    "as many examples as data ranks, or let fn return finite values where there are none."
-                )
 
     def pieces(self, number: int, tree: Packed, operands: Operands) -> list[Piece]:
         """The pieces that this rank has of the tensors in what the function returned.

@@ -19,8 +19,7 @@ from fzero.base.forking import forking_context, loaded, pickled, startable
 from fzero.channels import Address, Listener
 from fzero.comm import backend
 from fzero.components.remote.link import NOTICED, Link, Settings
-from fzero.components.remote.linked import ChannelLink, Heard, take_all, weakly
-from fzero.components.remote.serving import serve
+from fzero.components.remote.linked import ChannelLink, Heard, serve, take_all, weakly
 
 _WHO = "fz.remote(on='processes')"
 WORDS = 4000  # bytes of a rank's stderr that are kept

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from fzero.components.remote.failure import Failed, Failure
-from fzero.components.remote.kept import Kept
 from fzero.components.remote.layout import Layout, Read, joined, layout_of, reads_of
-from fzero.components.remote.link import Place
+from fzero.components.remote.link import Kept, Place
 from fzero.components.remote.specs import axes_of
 from fzero.components.remote.values import Box, Name
 

@@ -19,7 +19,6 @@ from fzero.components.remote.values import Name, Piece, whole
 from fzero.components.remote.wire import Slot, packed, slots_of
 from fzero.engine.passes import Passes
 from fzero.state.gather import gather, measured
-from fzero.state.sharded import Sharded
 from fzero.table.microbatch import Microbatches
 from fzero.update.update import with_kept
 
@@ -54,7 +53,6 @@ def _returned(
 
 def _vjp(part: Part, operands: Operands) -> Results:
     argnums = operands.options["argnums"]
-    part.need_microbatches(operands)
     own = part.step.vjp(operands.objects["state"], *operands.inputs, argnums=argnums, rng=operands.options["rng"])
     outputs, pullback, *aux = own
     values, skeletons = _returned(part, operands, outputs, *aux)
@@ -80,7 +78,7 @@ def _pulled(part: Part, operands: Operands, outputs: object, pullback: object, v
     factors = [part.factor(piece) if isinstance(piece, Piece) else 1.0 for piece in pieces]
     flat_inputs = [pytree.flatten(tree)[0] for tree in slots_of(operands.skeleton)]
     places = [[x.number if isinstance(x, Slot) else None for x in own] for own in flat_inputs]
-    return Pulled(pullback, spec, names, factors, places, operands.dims, lacking=part.lacks(operands.shares))
+    return Pulled(pullback, spec, names, factors, places, operands.dims)
 
 
 def _input_pieces(part: Part, pulled: Pulled, cotangents: Sequence[Any]) -> dict[int, object]:
@@ -88,31 +86,22 @@ def _input_pieces(part: Part, pulled: Pulled, cotangents: Sequence[Any]) -> dict
     for tree, places in zip(cotangents, pulled.places, strict=True):
         for place, leaf in zip(places, pytree.flatten(tree)[0] if tree is not None else (), strict=False):
             if place is not None and leaf is not None:
-                if pulled.lacking:
-                    part.need_numbers([leaf], "a cotangent of its inputs")
                 values[place + 1] = part.input_piece(leaf, pulled.dims[place])
     return values
-
-
-def _grads(part: Part, grads: Sharded, lacking: bool) -> Sharded:
-    if lacking:
-        part.need_numbers(grads.buffers.values(), "its grads")
-    return part.grads(grads)
 
 
 def _pull(part: Part, operands: Operands) -> Results:
     pulled: Pulled = operands.objects["pullback"]
     halves, retain = operands.options["halves"], operands.options["retain_graph"]
     if halves == "params":
-        return Results({0: _grads(part, pulled.pullback.params(), pulled.lacking)})
+        return Results({0: part.grads(pulled.pullback.params())})
     if halves == "inputs":
         return Results(_input_pieces(part, pulled, pulled.pullback.inputs(operands.cotangent, retain_graph=retain)))
     grads, cotangents = pulled.pullback(operands.cotangent, retain_graph=retain)
-    return Results({0: _grads(part, grads, pulled.lacking), **_input_pieces(part, pulled, cotangents)})
+    return Results({0: part.grads(grads), **_input_pieces(part, pulled, cotangents)})
 
 
 def _forward(part: Part, operands: Operands) -> Results:
-    part.need_microbatches(operands)
     out = part.step.forward(operands.objects["state"], *operands.inputs, rng=operands.options["rng"])
     return Results(*_returned(part, operands, *(out if part.step.has_aux else (out,))))
 
@@ -151,50 +140,38 @@ class _Weighted:
         out = self.fn(params, *inputs)
         loss, rest = (out[0], tuple(out[1:])) if self.has_aux else (out, ())
         if isinstance(loss, torch.Tensor) and loss.ndim == 0:
-            loss = loss * self.weight if self.weight else (loss * 0.0).nan_to_num()
+            loss = loss * self.weight
         return (loss, *rest) if self.has_aux else loss
 
 
 def _step(part: Part, operands: Operands) -> Results:
     """A whole step of a loss."""
     step, state, rng = part.step, operands.objects["state"], operands.options["rng"]
-    part.need_microbatches(operands)
     weight = part.weight(operands.shares) * part.place.means
     if weight != 1.0:
         step = dataclasses.replace(step, fn=_Weighted(step.fn, weight, step.has_aux))
     state, metrics = step(state, *operands.inputs, rng=rng)
-    if part.lacks(operands.shares):
-        part.need_numbers([metrics["grad_norm"]], "its grads")
     values, skeletons = _metrics(metrics, part, operands)
     return Results({0: state, **values}, skeletons)
 
 
-@dataclass
-class _Stage:
-    """The passes of one call of a pipeline."""
-
-    passes: Passes
-    lacking: bool = False  # whether some ranks had no example of a microbatch
-
-
 def _passes(part: Part, operands: Operands) -> Results:
     step = dataclasses.replace(part.step, microbatches=Microbatches(operands.options["count"]))
-    return Results({0: _Stage(Passes(step, operands.objects["state"], **operands.options))})
+    return Results({0: Passes(step, operands.objects["state"], **operands.options)})
 
 
 def _pass_forward(part: Part, operands: Operands) -> Results:
-    stage, microbatch, chosen = operands.objects["passes"], operands.options["microbatch"], operands.options["wanted"]
+    passes, microbatch, chosen = operands.objects["passes"], operands.options["microbatch"], operands.options["wanted"]
     if chosen is None:  # without gradients
-        return Results(*_returned(part, operands, *stage.passes.outputs(microbatch, operands.inputs)))
-    outputs, aux = stage.passes.forward(microbatch, operands.inputs, chosen)
+        return Results(*_returned(part, operands, *passes.outputs(microbatch, operands.inputs)))
+    outputs, aux = passes.forward(microbatch, operands.inputs, chosen)
     values, skeletons = _returned(part, operands, outputs, aux)
     pulled = _pulled(part, operands, outputs, None, values)
-    stage.lacking |= pulled.lacking
     return Results({0: pulled, **values}, (skeletons, _differentiated(operands, chosen), False))
 
 
 def _pass_pull(part: Part, operands: Operands) -> Results:
-    own, passes = operands.options, operands.objects["passes"].passes
+    own, passes = operands.options, operands.objects["passes"]
     pull = passes.backward if own["halves"] == "both" else passes.inputs
     cotangents = pull(own["microbatch"], operands.cotangent, own["retain_graph"])
     return Results({0: None, **_input_pieces(part, operands.objects["pullback"], cotangents)})
@@ -204,15 +181,10 @@ def _passes_do(name: str) -> Callable[[Part, Operands], Results]:
     """A verb that changes passes, and makes nothing."""
 
     def run(part: Part, operands: Operands) -> Results:
-        getattr(operands.objects["passes"].passes, name)(**operands.options)
+        getattr(operands.objects["passes"], name)(**operands.options)
         return Results({0: None})
 
     return run
-
-
-def _pass_grads(part: Part, operands: Operands) -> Results:
-    stage: _Stage = operands.objects["passes"]
-    return Results({0: _grads(part, stage.passes.grads(operands.options["times"]), stage.lacking)})
 
 
 def _gather(part: Part, operands: Operands) -> Results:
@@ -260,7 +232,7 @@ RUN: dict[str, Callable[[Part, Operands], Results]] = {
     "pass_params": _passes_do("params"),
     "pass_reduce": _passes_do("reduce"),
     "pass_begin": _passes_do("begin"),
-    "pass_grads": _pass_grads,
+    "pass_grads": lambda part, own: Results({0: part.grads(own.objects["passes"].grads(**own.options))}),
     "gather": _gather,
     "squares": _squares,
     "look": lambda part, own: Results({}, [(what, getattr(own.objects["state"], what)) for what in ("step", "seed")]),

@@ -97,7 +97,7 @@ def drawn_two(data: st.DataObject, meshes: list[Any], linear: bool) -> tuple[Dra
     """Two components, the second of which is given what the first one returns, and shapes of x and y."""
     first = Drawn(data, meshes, linear)
     second = Drawn(data, [each for each in meshes if each is not first.there], linear)
-    sizes = [data.draw(st.integers(1, 5)) for _ in range(5)]
+    sizes = [data.draw(st.integers(4, 7)) for _ in range(5)]
     turned = [second.x[first.further[0].index(dim)] for dim in range(3)]
     for _ in range(5):  # dims that lie over the same axes have the same size
         for dims in ((*first.x, *first.y), (*turned, *second.y)):

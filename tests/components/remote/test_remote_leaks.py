@@ -15,7 +15,7 @@ import remote_builds as builds
 import torch
 
 import fzero as fz
-from fzero.components.remote.kept import Kept
+from fzero.components.remote.link import Kept
 
 X = torch.ones(4, 3, dtype=torch.float64)
 BUILD = functools.partial(builds.built_trouble, stage=0)

@@ -32,7 +32,7 @@ def components() -> Iterator[list[Any]]:
 
 
 def drawn_batch(data: st.DataObject, generator: torch.Generator) -> tuple[fz.Ragged, torch.Tensor]:
-    lengths = torch.tensor(data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=6)))
+    lengths = torch.tensor(data.draw(st.lists(st.integers(0, 4), min_size=3, max_size=6)))
     lengths[0] += lengths.sum() == 0
     drawn = functools.partial(torch.randint, -3, 4, generator=generator, dtype=torch.float64)
     return fz.Ragged(drawn((int(lengths.sum()), 3)), lengths), drawn((len(lengths),))

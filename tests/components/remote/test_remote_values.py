@@ -38,7 +38,7 @@ def component() -> Iterator[Any]:
         yield own
 
 
-@pytest.mark.parametrize("rows", [1, 2, 4])
+@pytest.mark.parametrize("rows", [2, 4])
 def test_sums_are_those_of_the_tensors(component: Any, rows: int) -> None:
     """As inputs and as cotangents, of handles and tensors of any dtype."""
     state, x = component.init(), X[:rows]
