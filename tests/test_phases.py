@@ -328,12 +328,11 @@ def test_torchs_checkpoints_have_the_own_counts(tmp_path: Any) -> None:
         *_, want = phases.own_counts((*LATE, *last))
         assert {path: x.item() for path, x in own.items()} == want
         with pytest.raises(ValueError, match=r"leaf '.*' has seen . updates, leaf 'blocks.0.b' ."):
-            loss, params = phases.loss_and_params()
-            fz.compat.load_dcp(folder, fz.train_step(loss, fz.adamw(0.1)), like=params)
+            fz.compat.load_dcp(folder, fz.train_step(phases.loss_and_params()[0], fz.adamw(0.1)))
 
 
 def test_torchs_checkpoints_have_one_count_for_kept_moments_too(tmp_path: Any) -> None:
     state, step = begun(fz.adamw(0.1), phases.phase(1), phases.phase(1, kept=["head.w"]))
     fz.compat.save_dcp(tmp_path, state)
     with pytest.raises(ValueError, match=r"leaf 'head.w' has seen 1 updates, leaf 'blocks.0.b' 2"):
-        fz.compat.load_dcp(tmp_path, step, like=phases.loss_and_params()[1])
+        fz.compat.load_dcp(tmp_path, step)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fzero.base import private
+from fzero.base import private, pytree
 from fzero.base.arguments import need_int, need_str, wrong
 from fzero.base.patterns import matches
 from fzero.checkpoint.choice import Wanted
@@ -18,7 +18,7 @@ from fzero.checkpoint.fill import agreed
 from fzero.checkpoint.manifest import DamagedCheckpoint
 from fzero.comm.axis import Axis
 from fzero.compat.names import need_same_values, ties_of, untied
-from fzero.compat.trees import Others, loaded, one_count
+from fzero.compat.trees import WORDS, Others, loaded, one_count
 from fzero.compat.writing import Writing
 from fzero.formats.formats import Format, Plain
 from fzero.state.checks import constants
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     from fzero.compat.planners import Reader
+_TIED = "If it is tied to another leaf, give the model's params as like=, which know its names. "
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -92,7 +93,7 @@ def load_dcp(
     path: str | os.PathLike[str],
     step: Spec,
     *,
-    like: object,
+    like: object = None,
     model: str = "model",
     optim: str | None = "optim",
     pattern: str = "*",
@@ -110,7 +111,8 @@ def load_dcp(
         path: the checkpoint's folder.
         step: has the optimizer of the checkpoint; any optimizer with `optim=None`.
         like: a tree of params as for `init`, such as that of `fz.functional(module)`. Its paths are the names. Its
-            tensors may be on the meta device. A tied param may have any of its names in the files.
+            tensors may be on the meta device. A tied param may have any of its names in the files. By default the
+            params are `{name: tensor}`.
         model: prefix of the params' names; "" for none.
         optim: prefix of the moments' names; None begins moments anew.
         pattern: which leaves are read (fnmatch over dotted paths). The others come from `like`.
@@ -130,7 +132,7 @@ def load_dcp(
         >>> step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.adamw(0.1))
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     fz.compat.save_dcp(folder, step.init({"w": torch.ones(3)}))
-        ...     fz.gather(fz.compat.load_dcp(folder, step, like={"w": torch.empty(3)}).params)["w"]
+        ...     fz.gather(fz.compat.load_dcp(folder, step).params)["w"]
         tensor([1., 1., 1.])
     """
     who = "fz.compat.load_dcp"
@@ -140,8 +142,6 @@ def load_dcp(
         need_str(model, who, "model", "a prefix of names")
         need_str(optim, who, "optim", "a prefix of names", or_none=True)
         folder = folder_of(path, "compat.load_dcp")
-        if like is None:
-            raise wrong(who, "like", like, "a tree of params as for init, whose paths are the names")
         return Wanted(who, folder, like, pattern, lossy, lenient), need_int(seed, who, "seed")
 
     return loaded(step, asked, lambda wanted, axis: _Reading(wanted.place, model, optim, like), optim is not None)
@@ -151,16 +151,20 @@ class _Reading(Others[str]):
     """A checkpoint of torch as the origin of a state."""
 
     call, anew = "fz.compat.load_dcp(path, step, lossy=True)", "fz.compat.load_dcp(path, step, optim=None)"
+    else_said = _TIED
 
     def __init__(self, folder: str, model: str, optim: str | None, like: object) -> None:
         self.place, self.kinds = folder, {"params": "params"}
-        self._reader, self._tensors = _opened(folder)
+        self._reader, self._tensors, same = _opened(folder)
         lines = [f"{name} {tuple(own.size)} {own.properties.dtype}" for name, own in self._tensors.items()]
         self.said = "\n".join([folder, *sorted(lines), f"metadata with checksum {self._reader.checksum}"])
         before = f"{model}." if model else ""
         state = f"{optim}.state." if optim else "state."
         params = {name.removeprefix(before): name for name in self._tensors if name.startswith(before)}
-        ties = ties_of(like)
+        if like is None:  # names of the same bytes are one leaf's
+            ties = {name.removeprefix(before): first.removeprefix(before) for name, first in same.items()}
+        else:
+            ties = ties_of(like)
         known, found = params.keys() | ties.keys() | {*ties.values()}, dict[str, dict[str, str]]()
         for name in self._tensors if optim is not None else ():
             path, _, word = name.removeprefix(state).rpartition(".")
@@ -169,12 +173,29 @@ class _Reading(Others[str]):
         moments = {name for own in found.values() for name in own.values()}
         params = {path: name for path, name in params.items() if name not in moments}
         params, self._ties = untied(params, ties)
-        self.params = params
+        self.params = {path: params[path] for path in pytree.named_leaves(dict.fromkeys(params, 0))[0]}
         self.moments = moments_of = dict[str, dict[str, str]]()
         for word, own in found.items():
             moments_of[word], also = untied(own, ties)
             self._ties += also
-        self._state = state
+        self._ties = [tie for tie in self._ties if same.get(tie.second) != tie.first]
+        self._state, self._model = state, before
+
+    def alone(self) -> None:
+        """Refuses to make a tree of the names alone where not all of them are surely those of params."""
+        for path, name in self.params.items():
+            if (dtype := self.form(name)[1]) not in _FLOATS:
+                raise ValueError(
+                    f"{self.place}: tensor {name!r} is of {dtype}, expected elements of a floating dtype. Give like= "
+                    "without it, and lenient=True."
+                )
+            _, state, rest = path.rpartition("state.")
+            whose, _, word = rest.rpartition(".")
+            if state and whose in self.params and word in WORDS.values():
+                raise ValueError(
+                    f"{self.place}: tensor {name!r} may be a moment of another leaf, expected names of params after "
+                    f"{self._model!r}. Say the prefix of the moments with optim=, or the params with like=."
+                )
 
     def need_ties(self, pattern: str, axis: Axis) -> None:
         ties = [tie for tie in self._ties if matches(pattern, tie.path)]
@@ -183,6 +204,10 @@ class _Reading(Others[str]):
     def check(self, number: int, count: int) -> None:
         if self._reader.read_checksum() != self._reader.checksum:
             raise DamagedCheckpoint(f"{self.place}: was saved over while it was read. Load it again once it is whole.")
+
+    def structure(self) -> pytree.Spec:
+        self.alone()
+        return super().structure()
 
     def lacks(self) -> str:
         return (
@@ -215,7 +240,8 @@ class _Reading(Others[str]):
         if self._uncounted is not None and (self._counts or "exp_avg_sq" in self.moments):  # others count nothing
             raise ValueError(
                 f"{self.place}: got no tensor {self._state}{self._uncounted}.step, the number of updates of this "
-                "leaf's moments. The optimizer of the step needs it. Say optim=None to begin the moments anew."
+                f"leaf's moments. The optimizer of the step needs it. {_TIED}Otherwise say optim=None to begin the "
+                "moments anew."
             )
         return self._count
 
@@ -266,8 +292,8 @@ class _Reading(Others[str]):
         return out
 
 
-def _opened(folder: str) -> tuple[Reader, dict[str, TensorStorageMetadata]]:
-    """A reader of a checkpoint, and its tensors by name."""
+def _opened(folder: str) -> tuple[Reader, dict[str, TensorStorageMetadata], dict[str, str]]:
+    """A reader of a checkpoint, its tensors by name, and the names of bytes that an earlier name has, too -> that."""
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     from fzero.compat.planners import Reader
@@ -281,10 +307,17 @@ def _opened(folder: str) -> tuple[Reader, dict[str, TensorStorageMetadata]]:
         }
         for own in found.values():  # of damaged metadata parts may be missing
             _ = [(chunk.offsets, chunk.sizes) for chunk in own.chunks], own.size.numel(), own.properties.dtype
+        places = dict[str, set[object]]()
+        for index, own in metadata.storage_data.items():
+            places.setdefault(index.fqn, set()).add((index.offset, own.relative_path, own.offset))
+        firsts, same = dict[frozenset[object], str](), dict[str, str]()
+        for name in found:
+            if name in places and (first := firsts.setdefault(frozenset(places[name]), name)) != name:
+                same[name] = first
     except FileNotFoundError:
         raise FileNotFoundError(
             f"{folder}: got no checkpoint of torch.distributed.checkpoint, expected a folder with a .metadata."
         ) from None
     except Exception as error:
         raise DamagedCheckpoint(f"{folder}/.metadata cannot be read: {error!r}.") from error
-    return reader, found
+    return reader, found, same

@@ -38,14 +38,14 @@ class Others(Origin, Generic[N]):
         params: paths of leaves -> their tensors in the files.
         moments: what others call them -> these by the paths of leaves.
         said: what all ranks must find.
-        without: the argument that begins the moments anew.
+        without: the argument that begins the moments anew; and what else may help where one is missing.
     """
 
     device, extras = torch.device("cpu"), ()
     params: dict[str, N]
     moments: Mapping[str, Mapping[str, N]] = MappingProxyType({})
     said = ""
-    what, without = "The checkpoints", "optim=None"
+    what, without, else_said = "The checkpoints", "optim=None", ""
 
     def form(self, tensor: N) -> tuple[tuple[int, ...], torch.dtype]:
         """The shape and the dtype of a tensor."""
@@ -105,8 +105,8 @@ class _Tree(Generic[N]):
             return None
         raise ValueError(
             f"{self._origin.place}: leaf {path!r} has no {word_of(self._name)}, and other leaves have one. Every leaf "
-            f"with moments in the step needs it. Freeze the leaf without moments, or say {self._origin.without} to "
-            "begin the moments anew."
+            f"with moments in the step needs it. {self._origin.else_said}Otherwise freeze the leaf without moments, or "
+            f"say {self._origin.without} to begin the moments anew."
         )
 
     def sliced(self, path: str) -> None:

@@ -166,7 +166,7 @@ PARAMS = {"v": torch.arange(1.0, 71.0), "w": torch.ones(3, 2)}
 def test_bad_input(tmp_path: Path) -> None:
     step = leaf_step()
     state, _ = step(step.init(PARAMS), torch.ones(()))
-    load = functools.partial(fz.compat.load_dcp, tmp_path, step, like=PARAMS)
+    load = functools.partial(fz.compat.load_dcp, tmp_path, step)
     with pytest.raises(FileNotFoundError, match="no checkpoint of torch"):
         load()
     fz.compat.save_dcp(tmp_path, state, optim=None)
@@ -181,11 +181,11 @@ def test_bad_input(tmp_path: Path) -> None:
     assert len(os.listdir(tmp_path)) == 2
     assert_trees_equal(values(load()), values(state))
     with pytest.raises(ValueError, match="moments of another optimizer"):
-        fz.compat.load_dcp(tmp_path, fz.train_step(lambda p, x: x, fz.lion(0.1)), like=PARAMS)
+        fz.compat.load_dcp(tmp_path, fz.train_step(lambda p, x: x, fz.lion(0.1)))
     with pytest.raises(ValueError, match=r"moments of another optimizer.*exp_avg"):
-        fz.compat.load_dcp(tmp_path, fz.train_step(lambda p, x: x, fz.sgd(0.1)), like=PARAMS)
+        fz.compat.load_dcp(tmp_path, fz.train_step(lambda p, x: x, fz.sgd(0.1)))
     with pytest.raises(ValueError, match="rounded to bf16"):
-        fz.compat.load_dcp(tmp_path, leaf_step(fz.Policy.compact24()), like=PARAMS)
+        fz.compat.load_dcp(tmp_path, leaf_step(fz.Policy.compact24()))
     with pytest.raises(ValueError, match=r"leaf 'x': got none there"):
         load(like={**PARAMS, "x": torch.ones(1)})
     part = load(like={**PARAMS, "w": torch.zeros(3, 2)}, pattern="v")
@@ -228,7 +228,7 @@ def test_metadata_that_is_cut_or_lacks_a_part(tmp_path: Path) -> None:
     for damaged in (*without, *(whole[:end] for end in range(0, len(whole), 41))):
         place.write_bytes(damaged)
         with pytest.raises(fz.DamagedCheckpoint, match=r"\.metadata cannot be read"):
-            fz.compat.load_dcp(tmp_path, step, like=PARAMS)
+            fz.compat.load_dcp(tmp_path, step)
 
 
 class Evil:
@@ -250,7 +250,7 @@ def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         with pytest.raises(OSError, match="No space left on device"):
             fz.compat.save_dcp(tmp_path, state)
         with pytest.raises(FileNotFoundError, match="no checkpoint of torch"):
-            fz.compat.load_dcp(tmp_path, step, like=PARAMS)
+            fz.compat.load_dcp(tmp_path, step)
 
     monkeypatch.setattr(FileSystem, "create_stream", full)
     run_ranks(rank_main, 2)
@@ -268,6 +268,6 @@ def test_every_rank_is_told(tmp_path: Path) -> None:
         if rank == 0:
             os.remove(next(tmp_path.glob("*.distcp")))
         with pytest.raises(fz.DamagedCheckpoint, match="cannot be read"):
-            fz.compat.load_dcp(tmp_path, step, like=PARAMS)
+            fz.compat.load_dcp(tmp_path, step)
 
     run_ranks(rank_main, 2)

@@ -85,9 +85,10 @@ def one_more_step(rank: int, kind: str, stage: int, folder: str) -> dict[str, to
     step = step_of(apply, stage)
     state, _ = step(fz.compat.load_dcp(f"{folder}/in", step, like=params), TOKENS)
     fz.compat.save_dcp(f"{folder}/out", state)
-    again = fz.compat.load_dcp(f"{folder}/out", step, like=params)
-    assert_trees_equal(dict(fz.gather(again.params)), dict(fz.gather(state.params)))
-    assert_trees_equal(dict(fz.gather(again.moments.nu)), dict(fz.gather(state.moments.nu)))
+    for like in (params, None):  # with what is tied by the module's word, and by that of the checkpoint
+        again = fz.compat.load_dcp(f"{folder}/out", step, like=like)
+        assert_trees_equal(dict(fz.gather(again.params)), dict(fz.gather(state.params)))
+        assert_trees_equal(dict(fz.gather(again.moments.nu)), dict(fz.gather(state.moments.nu)))
     return dict(fz.gather(state.params))
 
 
@@ -209,6 +210,21 @@ def test_what_is_no_tie_is_as_strict_as_before(form: str, tmp_path: Path) -> Non
         fz.compat.save_dcp(tmp_path / "out", found, optim=None)
         again = read(form, str(tmp_path / "out"), step, like=untied)
         assert_trees_equal(dict(fz.gather(again.params)), dict(fz.gather(found.params)))
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, lambda params: torch.optim.SGD(params, 1e-2, momentum=0.9)])
+def test_moments_of_one_name_ask_for_the_params_that_know_the_others(optimizer: Any, tmp_path: Path) -> None:
+    module, _ = trained("tied", 0)
+    own = optimizer(module.parameters())
+    loss_of(module(TOKENS)).backward()
+    own.step()
+    dcp.save(states(module, own), checkpoint_id=tmp_path, no_dist=True)
+    apply, params = fz.functional(module)
+    rule = fz.sgd(1e-2, momentum=0.9) if isinstance(own, torch.optim.SGD) else fz.adamw(1e-2)
+    step = fz.train_step(lambda p, x: loss_of(apply(p, x)), rule)
+    with pytest.raises(ValueError, match="is tied to another leaf, give the model's params as like="):
+        fz.compat.load_dcp(tmp_path, step)
+    fz.compat.load_dcp(tmp_path, step, like=params)
 
 
 def test_names_of_a_file_that_know_no_further_names(tmp_path: Path) -> None:

@@ -172,19 +172,33 @@ def test_threads_end_with_the_interpreter(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rows", [3, 5, 6])
 def test_shares_that_do_not_divide_into_microbatches(rows: int) -> None:
-    """Of some ranks or all: the numbers are those of the batch."""
+    """Of some ranks or all: the numbers are those of the batch. What would part rows of examples, all ranks refuse."""
     x = torch.randn(rows, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     plain = base()
     begun = plain.init(builds.weights())
     want, wanted = plain(begun, x, ("loss",))
 
-    def build(rank: int) -> Any:
-        return fz.shard_zero3(fz.accumulate(base(), 2, in_dims=(0, None))), builds.weights()
+    def build(rank: int, in_dims: object = (0, None)) -> Any:
+        return fz.shard_zero3(fz.accumulate(base(), 2, in_dims=in_dims)), builds.weights()  # type: ignore[arg-type]
 
     with fz.remote(build, 2, "threads", timeout=20) as own:
         state, metrics = own(own.init(), x, ("loss",))
         fz.testing.assert_trees_close(fz.fetch(metrics["loss"]), wanted["loss"])
         fz.testing.assert_trees_close(fz.gather(state.params), fz.gather(want.params))
+    specs: Any = (fz.PartitionSpec("dp"), fz.PartitionSpec(), fz.PartitionSpec())
+    with fz.remote(
+        functools.partial(build, in_dims=(0, None, 0)),
+        2,
+        "threads",
+        timeout=20,
+        in_specs=specs,
+        out_specs=fz.PartitionSpec(),
+    ) as own:
+        state, begun_at = own.init(), time.monotonic()
+        for call in (own, own.vjp, own.forward):
+            with pytest.raises(ValueError, match=r"accumulate: got inputs of sizes .* microbatches"):
+                fz.fetch(call(state, x, ("loss",), torch.ones(2)))
+        assert time.monotonic() - begun_at < 3
 
 
 def test_a_checkpoint_is_held_against_the_params_of_build(tmp_path: Path) -> None:
