@@ -82,6 +82,7 @@ ALL = {
     **{f"lion-{stage}": Case(stage, "bf16", 2, "lion") for stage in (1, 2, 3)},
     **{f"cpu-adam-{stage}": Case(stage, "bf16", 2, "cpu adam") for stage in (1, 2, 3)},
     **{f"low-{stage}": Case(stage, "bf16", 2, "cpu adam", config={"low": True}) for stage in (2, 3)},
+    **{f"zero0-{dtype}-2": Case(0, dtype, 2) for dtype in DTYPES},
 }
 
 
