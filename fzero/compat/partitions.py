@@ -61,6 +61,7 @@ class Saved:
         files: their paths, and what is the same for all who see the same bytes.
         updates: how many the run has applied.
         shared: other names of tied params -> the names that they are saved under.
+        masters: whether the optimizer's states are those of named params.
         params: their values, in the order of the files: masters of those that are trained, of others what the model
             computes with.
         moments: what the optimizer calls them (`exp_avg`) -> the values, by the names of params.
@@ -70,6 +71,7 @@ class Saved:
     files: Mapping[str, str]
     updates: int
     shared: Mapping[str, str]
+    masters: bool
     params: dict[str, Spread] = field(default_factory=dict)
     moments: dict[str, dict[str, Spread]] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
@@ -89,23 +91,21 @@ def saved(folder: str) -> Saved:
     with _as_written(models[0]):
         model = states[0]
         _refuse_others(models[0], model)
-        groups = model["param_shapes"]
-        if groups is None:
-            raise ValueError(
-                f"{models[0]}: is of ZeRO stage 0, expected stage 1, 2 or 3. Its params are whole: give step.init "
-                "those of torch.load(path)['module'], and begin the moments anew."
-            )
+        groups, shared = model["param_shapes"], dict(model.get("shared_params") or {})
         updates = int(model["global_steps"]) - int(model["skipped_steps"])
-        out = Saved(files, updates, dict(model.get("shared_params") or {}))
-    if not optim:
-        raise DamagedCheckpoint(
-            f"{folder}: got no *_optim_states.pt, expected one of each rank, where ZeRO keeps the masters. Bring them "
-            "back, or load an older checkpoint."
-        )
-    _trained(out, optim, groups)
-    if os.path.basename(models[0]) != _WHOLE:
-        _check_ranks(models, len(optim))
-    _frozen(out, models, states)
+        out = Saved(files, updates, shared if groups is not None else _ties(model["module"]), groups is not None)
+        if groups is None:
+            _unsharded(out, models[0], model)
+    if groups is not None:
+        if not optim:
+            raise DamagedCheckpoint(
+                f"{folder}: got no *_optim_states.pt, expected one of each rank, where ZeRO keeps the masters. Bring "
+                "them back, or load an older checkpoint."
+            )
+        _trained(out, optim, groups)
+        if os.path.basename(models[0]) != _WHOLE:
+            _check_ranks(models, len(optim))
+        _frozen(out, models, states)
     return out
 
 
@@ -254,12 +254,34 @@ def _frozen(out: Saved, files: Sequence[str], states: Sequence[States]) -> None:
         out.params[name] = Spread(tuple(map(int, shape)), parts, 0, share, 0)
 
 
+def _unsharded(out: Saved, path: str, model: States) -> None:
+    """Stage 0, where the model is whole."""
+    optimizer = model["optimizer"] or {}
+    if "fp32_groups_flat" in optimizer or "fp32_groups" in optimizer:
+        raise ValueError(
+            f"{path}: is of ZeRO stage 0 in low precision, whose float32 masters have no names; expected stage 1, 2 or "
+            f"3. {_EXPORT}"
+        )
+    _of_model(out, model)
+
+
 def _of_model(out: Saved, model: States) -> None:
     """Params that the model's own state dict has whole, and nothing else."""
     others = {*model["buffer_names"], *out.shared, *out.params}
     for name, value in model["module"].items():
         if name not in others and isinstance(value, torch.Tensor) and value.is_floating_point():
             out.params[name] = Spread(tuple(value.shape), [_flat(value)], 0, max(value.numel(), 1), 0)
+
+
+def _ties(module: States) -> dict[str, str]:
+    """Names that stand for the memory of another one."""
+    met, out = dict[object, str](), dict[str, str]()
+    for name, value in module.items():
+        if isinstance(value, torch.Tensor) and value.numel():
+            first = met.setdefault((value.data_ptr(), value.shape, value.stride()), name)
+            if first != name:
+                out[name] = first
+    return out
 
 
 def _flat(value: torch.Tensor) -> torch.Tensor:

@@ -51,7 +51,7 @@ def load_deepspeed(
             `{name: tensor}`.
         tag: of the checkpoint. None takes the one in the file `latest`.
         names: a function of a leaf's path in `like` that gives its name in the trained module.
-        optim: read the moments. False begins them anew.
+        optim: read the moments. False begins them anew, which stage 0 needs.
         pattern: which leaves are read (fnmatch over dotted paths). The others come from `like`.
         lossy: allow rounding to what the step stores. By default that is an error.
         lenient: a leaf of `like` that has another shape in the files, or is missing, keeps its value, with a warning.
@@ -70,12 +70,12 @@ def load_deepspeed(
     Example:
         >>> import tempfile
         >>> step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.adamw(0.1))
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     try:
-        ...         state = fz.compat.load_deepspeed(folder, step, tag="global_step1000")
-        ...     except FileNotFoundError as error:
-        ...         print(str(error).removeprefix(folder))
-        /global_step1000: got no such folder, expected one of DeepSpeed's, of the tag.
+        >>> model = {"module": {"w": torch.ones(3)}, "buffer_names": [], "param_shapes": None, "optimizer": None}
+        >>> with tempfile.TemporaryDirectory() as folder:  # what stage 0 leaves of a run without an optimizer
+        ...     path = f"{folder}/mp_rank_00_model_states.pt"
+        ...     torch.save({**model, "global_steps": 0, "skipped_steps": 0}, path)
+        ...     fz.gather(fz.compat.load_deepspeed(folder, step, tag=".", optim=False).params)["w"]
+        tensor([1., 1., 1.])
     """
     need_step(step, "compat.load_deepspeed")
 
@@ -138,7 +138,8 @@ class _Reading(Others[Spread]):
             verify(file)
 
     def lacks(self) -> str:
-        return "got a checkpoint without moments, expected some. Say optim=False to begin them anew."
+        why = "" if self._saved.masters else " of ZeRO stage 0, where they have no names"
+        return f"got a checkpoint{why} without moments, expected some. Say optim=False to begin them anew."
 
     def count(self, paths: Sequence[str]) -> int:
         """How many updates the moments have seen; where they do not count, how many there were."""
