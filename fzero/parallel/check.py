@@ -93,11 +93,10 @@ def check(
 
     - A step is checked as it runs, on one microbatch: leaves that `fz.shard_tensor` cuts vary, other leaves and the
       batch do not. No state is made.
-    - If it knows that a varying tensor is a copy, a piece along a dim, or a partial sum, it refuses more: to sum
-      copies, to add a bias to a partial sum, or to apply a nonlinear function to it. For inputs, say the dim:
-      `varying={"down": {"tp": 0}}`.
-    - It cannot see what no tensor shows: `x * ax.rank` counts as `x`. It also does not see whose piece a rank has.
-      `values=True` compares the numbers.
+    - If it knows that a varying tensor is a partial sum, it refuses more: to add a bias to it, or to apply a function
+      that is not known to be linear. For inputs, say the dim that is cut: `varying={"down": {"tp": 0}}`.
+    - It cannot see what no tensor shows: `x * ax.rank` counts as `x`. It also does not see whose piece a rank has, or
+      that ranks sum copies of one value. `values=True` compares the numbers, and so does a step's first run.
     - All ranks are taken to draw the same random numbers.
 
     Args:

@@ -110,14 +110,9 @@ class Called:
             raise NotImplementedError("a tensor that was computed where types are not known")
         wrong_on = axes & own.varying if self.takes == INVARIANT else axes - own.varying
         if wrong_on and not own.constant:
-            raise AxisTypeError(self._refusal(min(wrong_on), own, "invariant"), self.place)
-        if self.name in _ADDING and not self.transposed:
-            for axis in sorted(axes):
-                if form_of(x, axis) == REPLICATED:
-                    raise AxisTypeError(self._refusal(axis, own, "replicated, the same on all ranks"), self.place)
-        for axis in () if self.transposed else axes:
-            if not self._fits(form_of(x, axis)):
-                self.run.doubt(f"fz.parallel.{self.name}")
+            raise AxisTypeError(self._refusal(min(wrong_on), own), self.place)
+        if not self.transposed and not all(self._fits(form_of(x, axis)) for axis in axes):
+            self.run.doubt(f"fz.parallel.{self.name}")
         if self.part.sizes is not None:
             self.run.note_sizes(self.ax, self.part.sizes)
         with torch.no_grad(), private.under_function_modes(()):
@@ -158,7 +153,7 @@ class Called:
                 forms[axis] = form_of(x, axis)
         return forms
 
-    def _refusal(self, axis: str, own: Type, found: str) -> str:
+    def _refusal(self, axis: str, own: Type) -> str:
         verb = f"fz.parallel.{self.name}"
         if self.transposed:
             return (
@@ -174,6 +169,6 @@ class Called:
         what = _ADDING.get(self.name)
         why = f"would be {what} as often as there are ranks" if what else "is the same on all ranks"
         return (
-            f"{got}is {found} (from {own.source}), which {why}. That is one conversion too many; or, where ranks "
+            f"{got}is invariant (from {own.source}), which {why}. That is one conversion too many; or, where ranks "
             "compute different things with it, fz.parallel.copy or split is missing before it."
         )

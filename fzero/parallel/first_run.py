@@ -101,7 +101,7 @@ def _first_run(step: Spec, params: Sharded, inputs: Sequence[object], run: DryRu
                 with during(playing, run):  # type: ignore[arg-type]
                     out, forms = ran(fn, leaves, typed, run)
                 learns, outputs = forms.reads, planned.outputs(out)
-                _need_invariant(outputs, over)
+                _need_invariant(outputs, over, run)
                 pull_back(outputs, leaves, run)
             except (RuntimeError, ValueError, IndexError) as error:
                 if isinstance(error, (AxisTypeError, NotImplementedError)) or reads(error) or not run.guessed:
@@ -184,11 +184,11 @@ def _need_one_process(
         raise AxisTypeError(f"{begin}, and values cannot tell: {error} {instead}", place) from error
 
 
-def _need_invariant(outputs: object, over: Axis) -> None:
+def _need_invariant(outputs: object, over: Axis, run: DryRun) -> None:
     """Refuses scalars that vary between the ranks of the tensor axis, and copies: derivatives would be added up."""
     for x in tensors_in(outputs):
         own = type_of(x)
-        copied = form_of(x, over.name) == REPLICATED
+        copied = form_of(x, over.name) == REPLICATED and not run.doubts  # a rank's number, say
         if not own.varying or not x.requires_grad or (x.ndim and not copied):
             continue
         source = "" if copied else own.leaf or str(own.source)

@@ -1,17 +1,16 @@
 """What a varying value is to other ranks' values: the same (replicated), a piece along a dim, or a partial sum.
 
-The rules by operation are those for modules (`rules`). What they do not know is unknown here: before a first run it is
-compared by values (`first_run`). Of a partial value only sums are right: a piece or a replicated value added to it is
-added as often as ranks are, and a function of it that is not linear gives no summand of what it gives of the sum.
+The rules by operation are those for modules (`rules`), which say what is sure to be right. What they do not say is in
+doubt: before a first run it is compared by values (`first_run`). `check` has no values, and refuses what is not known
+to be right of partial values: a piece or a replicated value added to one is added as often as ranks are, and a function
+of it that is not linear gives no summand of what it gives of the sum.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from fzero.base.places import Place
@@ -24,7 +23,6 @@ from fzero.table.handle import Function, Named, Operands, name_of, writes
 from fzero.table.placements import Cut, Mark, notes, reads
 
 REPLICATED, PARTIAL, CONSTANT = "replicated", "partial", "constant"
-NUMBERED = "replicated, but for a number that may be the rank's"
 Form = int | str | None  # the dim of a piece, one of these words, or unknown
 _FORMS = "_fzero_forms"  # of a tensor, as its type
 
@@ -126,7 +124,7 @@ class Forms(TorchFunctionMode):
             forms = {axis: self._made(plain, args, kwargs, operands, own, axis, out) for axis, own in before.items()}
             forms = {axis: form for axis, form in forms.items() if form != CONSTANT}
             alike = [axis for x in made if not type_of(x).constant for axis in forms if axis not in type_of(x).varying]
-            if any(forms[axis] not in (REPLICATED, NUMBERED) for axis in alike):  # but a slice's size is in it
+            if any(forms[axis] != REPLICATED for axis in alike):  # but a slice's size is in it
                 self._doubt(func, operands)
             for tensor in made:
                 if in_place or not any(tensor is x for x in operands):
@@ -145,52 +143,35 @@ class Forms(TorchFunctionMode):
     ) -> Form:
         """The form on an axis of what a function makes of operands, of these forms; of all that it makes."""
         if not any(form in (None, PARTIAL) or isinstance(form, int) for form in forms):
-            return REPLICATED if {*forms} == {REPLICATED} and rules.keeps_alike(func, args, kwargs) else NUMBERED
+            return REPLICATED
         if rules.is_as_large(func) and PARTIAL in forms:
             return CONSTANT
-        bias = kwargs.get("bias", args[2] if len(args) > 2 else None) if func is F.linear else None
-        if isinstance(bias, torch.Tensor):
-            rest = operands[:2]
-            if self._made(func, tuple(rest), {}, rest, forms[:2], axis, out) == PARTIAL:
-                if form_of(bias, axis) == PARTIAL:
-                    return PARTIAL
-                forms[:2] = PARTIAL, PARTIAL
         cuts = {id(x): _cut(x, form) for x, form in zip(operands, forms, strict=True)}
         try:
             if None in forms:
                 raise Mixed
             found = rules.cut_behind(func, args, dict(kwargs), out, lambda x: cuts.get(id(x)))
         except Mixed:
-            self._unknown(func, args, kwargs, operands, forms, axis, out)
+            self._refuse_partial(func, operands, forms, axis, out)
+            self._doubt(func, operands)
             return None
         if isinstance(found, list) or found.outer > 1:
             return None
         return PARTIAL if found == rules.PARTIAL else tensors_in(out)[0].ndim + found.dim
 
-    def _unknown(
-        self,
-        func: Function,
-        args: Operands,
-        kwargs: Mapping[str, object],
-        operands: Sequence[torch.Tensor],
-        forms: Sequence[Form],
-        axis: str,
-        out: object,
+    def _refuse_partial(
+        self, func: Function, operands: Sequence[torch.Tensor], forms: Sequence[Form], axis: str, out: object
     ) -> None:
-        """Notes what the rules do not name as right; to a partial value it is refused."""
-        self._doubt(func, operands)
-        partial = next((x for x, form in zip(operands, forms, strict=True) if form == PARTIAL), None)
-        if partial is None or NUMBERED in forms or _pulls_back():  # a number may be zero but on one rank
+        """Refuses what is not known to be right of partial values, where no values will tell."""
+        run, partial = running.get(), [x for x, form in zip(operands, forms, strict=True) if form == PARTIAL]
+        unknown = None in forms and rules.of_sums(func)  # which may be partial, too
+        if run is None or run.automatic or run.pulls_back or run.doubts or not partial or unknown:
             return
-        derived = torch.is_grad_enabled() and all(any(x.requires_grad for x in tensors_in(y)) for y in (partial, out))
-        pieces, sums = any(isinstance(form, int) for form in forms), rules.of_sums(func)
-        bends = sums in ("", rules.BENDS, rules.PICKS) if None in forms else not pieces
-        adds = sums == rules.ADDS and (pieces or REPLICATED in forms)
-        if derived and (adds or func is F.linear or (bends and not rules.draws(func, args, kwargs))):
+        if torch.is_grad_enabled() and partial[0].requires_grad and any(x.requires_grad for x in tensors_in(out)):
             where = self._where()
             raise AxisTypeError(
                 f"{WHO}: {where}: {name_of(func)} takes a value that is partial on axis {axis!r}, a summand on each "
-                f"rank (of {type_of(partial).source}), and gives no summand of what it gives of the sum, or is not "
+                f"rank (of {type_of(partial[0]).source}), and gives no summand of what it gives of the sum, or is not "
                 "known to: what else is added would be added once for each rank. A conversion is missing: "
                 "fz.parallel.sum, or reduce_scatter, of the partial value comes first.",
                 where,
@@ -215,10 +196,3 @@ def _cut(x: torch.Tensor, form: Form) -> Cut | None:
         return rules.PARTIAL
     return Cut(form - x.ndim) if isinstance(form, int) else None
 
-
-def _pulls_back() -> bool:
-    """Tells whether autograd runs a pullback on this thread."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name != "_engine_run_backward":
-        frame = frame.f_back
-    return frame is not None

@@ -239,7 +239,8 @@ class Watch(dispatch.TorchDispatchMode):
         varying = frozenset[str]().union(*[own.varying for _, own in pairs])
         for axis in varying:  # copies of what all ranks have, which have no cotangent, are as good as that
             own = [x for x, each in pairs if axis in each.varying]
-            if len(own) < len(pairs) and all(not x.requires_grad and self._alike(x, axis) for x in own):
+            alike = not self.draws and all(not x.requires_grad and self._alike(x, axis) for x in own)
+            if len(own) < len(pairs) and alike:
                 varying -= {axis}
         error, leaf = None, next((own.leaf for _, own in pairs if own.varying and own.leaf), "")
         for tensor, own in pairs:
