@@ -20,8 +20,7 @@ from fzero.comm.mesh_axes import axes_in
 from fzero.engine.carry import refuse_carry
 from fzero.engine.outcome import is_differentiable
 from fzero.parallel.declared import Dims, Inputs, Patterns, Planned, dims_of, paths_of, patterns_of
-from fzero.parallel.dry import Called
-from fzero.parallel.forms import CONSTANT, Forms, form_of, is_replicated
+from fzero.parallel.forms import Called, Forms, is_replicated
 from fzero.parallel.played import need_one_process, note_proven, playable
 from fzero.parallel.types import (
     WHO,
@@ -105,7 +104,7 @@ def check(
             params as for `init`, and a batch.
         varying: pattern -> axes on which inputs vary, or -> {axis: the dim that is cut}. Patterns are fnmatch over
             paths that begin with the argument's name, such as "params.w1". All other inputs are invariant.
-        outputs: the same for outputs. By default all are invariant, as a loss is.
+        outputs: the same for outputs. By default all are invariant, as a loss is. With `values=True` dims are compared.
         constants: pattern of floating inputs without a gradient, such as masks. Integers and frozen leaves are so
             anyway.
         averaged: axes that the step averages over (`shard_zero3(step, axis=...)`). Nothing is checked there. A step
@@ -241,8 +240,7 @@ def _outputs(out: object, declared: Mapping[str, Dims], ignored: Axes) -> dict[s
     found = {}
     for path, leaf in pairs:
         own, name = type_of(leaf), f"output {path!r}" if path else "the output"
-        dims = dims_of(path, leaf.ndim, declared, "outputs")
-        said = frozenset(dims)
+        said = frozenset(dims_of(path, leaf.ndim, declared, "outputs"))
         if more := own.varying - said - ignored:
             raise AxisTypeError(
                 f"{WHO}: {name} varies on axis {min(more)!r} (from {own.source}), and was expected to be invariant: "
@@ -254,14 +252,6 @@ def _outputs(out: object, declared: Mapping[str, Dims], ignored: Axes) -> dict[s
                 f"{WHO}: {name} is invariant on axis {min(less)!r} (from {own.source}), and was expected to vary, as "
                 "outputs= says: a conversion is one too many, or fz.parallel.split is missing."
             )
-        for axis, dim in dims.items():
-            form = form_of(leaf, axis)
-            if dim is not None and form not in (dim, None, CONSTANT):
-                words = f"a piece along dim {form}" if isinstance(form, int) else form
-                raise AxisTypeError(
-                    f"{WHO}: {name} is {words} on axis {axis!r} (from {own.source}), and was expected to be a piece "
-                    f"along dim {dim}, as outputs= says: a conversion is missing."
-                )
         found[path] = tuple(sorted(own.varying))
     return found
 

@@ -24,8 +24,7 @@ from fzero.comm.playing import playing
 from fzero.engine.alike import varies
 from fzero.parallel.check import apart, pull_back, ran, reads, watched
 from fzero.parallel.declared import Dims, Inputs, Planned
-from fzero.parallel.dry import Called
-from fzero.parallel.forms import REPLICATED, form_of, set_forms
+from fzero.parallel.forms import REPLICATED, Called, form_of, set_forms
 from fzero.parallel.played import is_proven, need_one_process
 from fzero.parallel.types import WHO, AxisTypeError, DryRun, place_of, tensors_in, type_of
 from fzero.state.sharded import Sharded

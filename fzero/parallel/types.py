@@ -95,7 +95,7 @@ class DryRun:
 
     Args:
         ignored: axes on which nothing is checked.
-        called: makes a map that sends nothing of one: `dry.Called`.
+        called: makes a map that sends nothing of one: `forms.Called`.
         over: the only one that is checked, also as a part of other ones; None for all.
 
     Attributes:
@@ -361,5 +361,5 @@ def place_of(error: BaseException) -> Place:
     return Place("", 0, "the function itself")
 
 
-_LOOKS = ("check", "dry", "forms", "maps", "own_size", "varying", "watched")
+_LOOKS = ("check", "forms", "maps", "own_size", "varying", "watched")
 _LOOKING = (__name__, *(f"fzero.parallel.{name}" for name in _LOOKS), "fzero.comm.axis", "fzero.comm.linear")
