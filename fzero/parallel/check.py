@@ -259,14 +259,14 @@ def _outputs(out: object, declared: Mapping[str, Dims], ignored: Axes) -> dict[s
 @contextlib.contextmanager
 def watched(run: DryRun) -> Iterator[Watch]:
     """Inside, operators and maps are those of a dry run."""
-    with Watch(run.where, run.ignored, is_replicated) as watch, during(running, run):
+    with Watch(run, is_replicated) as watch, during(running, run):
         yield watch
 
 
 def ran(fn: Callable[..., object], leaves: Inputs, given: Sequence[object], run: DryRun) -> tuple[object, Forms]:
     """What a function returns of inputs with types, and what it ran under."""
     known = contextlib.nullcontext() if leaves.planned is None else leaves.planned.running(given[0])
-    with known, collecting.run(), Forms(run.where, run.ignored) as forms:
+    with known, collecting.run(), Forms(run) as forms:
         return fn(*given), forms
 
 
@@ -281,7 +281,7 @@ def pull_back(out: object, inputs: Inputs, run: DryRun) -> None:
         cotangents.append(set_type(torch.ones_like(tensor), Type(own.varying, False, "an output's cotangent")))
     run.pulls_back = True
     wanted = tuple(inputs.tracked.values())
-    with Forms(run.where, run.ignored):  # which sees hooks and backward methods, and would be off in autograd.grad
+    with Forms(run):  # which sees hooks and backward methods, and would be off in autograd.grad
         found = RUN_BACKWARD(tuple(given), tuple(cotangents), False, False, wanted, True, accumulate_grad=False)
     for (path, tensor), cotangent in zip(inputs.tracked.items(), found, strict=True):
         more = type_of(cotangent).varying - type_of(tensor).varying - run.ignored if cotangent is not None else None

@@ -10,7 +10,7 @@ of it that is not linear gives no summand of what it gives of the sum.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -87,34 +87,28 @@ def need_cut(ax: Axis | None, who: str, dims: Mapping[torch.Tensor, int | None])
 class Forms(TorchFunctionMode):
     """Inside, what functions make of varying values has forms.
 
-    Args:
-        where: the place that runs.
-        ignored: axes on which nothing is checked.
-
     Attributes:
         reads: Python has learned something of a tensor's values.
     """
 
-    def __init__(self, where: Callable[[], Place], ignored: Axes) -> None:
+    def __init__(self, run: DryRun) -> None:
         super().__init__()
-        self._where, self._ignored, self.reads = where, ignored, False
+        self._run, self.reads = run, False
 
-    def _doubt(self, func: Function | str, operands: Sequence[torch.Tensor]) -> None:
+    def _doubt(self, func: Function, operands: Sequence[torch.Tensor]) -> None:
         """Notes that the caller's code does something that is not known, but where a module is looked at."""
-        run, known = running.get(), notes.get()
-        if run is None or not run.automatic or not is_users():
+        known = notes.get()
+        if not self._run.automatic or not is_users():
             return
         if caller() != "fzero.parallel.varying" or known is None or not any(map(known.of, operands)):
-            run.doubt(func if isinstance(func, str) else name_of(func))
+            self._run.doubt(name_of(func))
 
     def _sizes(self, func: Function, args: Operands, kwargs: Mapping[str, object], reader: str) -> object:
         """Sizes, of which those of a piece are the rank's own for the caller's code."""
-        out, run = func(*args, **kwargs), running.get()
-        x = args[0] if args else None
-        looks = run is not None and run.automatic and not reader.startswith("fzero.")
-        if not looks or not isinstance(x, torch.Tensor):
+        out, x = func(*args, **kwargs), args[0] if args else None
+        if not self._run.automatic or reader.startswith("fzero.") or not isinstance(x, torch.Tensor):
             return out
-        for axis in type_of(x).varying - self._ignored:
+        for axis in type_of(x).varying - self._run.ignored:
             form = form_of(x, axis)
             if func == torch.Tensor.__len__ or form is None:
                 self._doubt(func, [x])
@@ -133,7 +127,7 @@ class Forms(TorchFunctionMode):
         in_place = _in_place(func, kwargs)
         plain = _out_of_place(func, kwargs) if in_place else func
         operands = tensors_in((args, dict(kwargs)))
-        axes = frozenset[str]().union(*map(_axes_of, operands)) - self._ignored
+        axes = frozenset[str]().union(*map(_axes_of, operands)) - self._run.ignored
         if in_place and operands and axes - _axes_of(operands[0]):
             plain = None
         before = {axis: [form_of(x, axis) for x in operands] for axis in axes}
@@ -183,12 +177,12 @@ class Forms(TorchFunctionMode):
         self, func: Function, operands: Sequence[torch.Tensor], forms: Sequence[Form], axis: str, out: object
     ) -> None:
         """Refuses what is not known to be right of partial values, where no values will tell."""
-        run, partial = running.get(), [x for x, form in zip(operands, forms, strict=True) if form == PARTIAL]
+        run, partial = self._run, [x for x, form in zip(operands, forms, strict=True) if form == PARTIAL]
         unknown = None in forms and rules.of_sums(func)  # which may be partial, too
-        if run is None or run.automatic or run.pulls_back or run.doubts or not partial or unknown:
+        if run.automatic or run.pulls_back or run.doubts or not partial or unknown:
             return
         if torch.is_grad_enabled() and partial[0].requires_grad and any(x.requires_grad for x in tensors_in(out)):
-            where = self._where()
+            where = run.where()
             raise AxisTypeError(
                 f"{WHO}: {where}: {name_of(func)} takes a value that is partial on axis {axis!r}, a summand on each "
                 f"rank (of {type_of(partial[0]).source}), and gives no summand of what it gives of the sum, or is not "

@@ -188,8 +188,6 @@ class Watch(dispatch.TorchDispatchMode):
     """Inside, every operator gives what it makes a type, below autograd and functorch, also in pullbacks.
 
     Args:
-        where: the place that runs.
-        ignored: axes on which nothing is checked.
         alike: whether a tensor that varies on an axis is a copy of what all ranks have.
 
     Attributes:
@@ -198,11 +196,9 @@ class Watch(dispatch.TorchDispatchMode):
 
     supports_higher_order_operators = True  # each as one operation
 
-    def __init__(
-        self, where: Callable[[], Place], ignored: Axes, alike: Callable[[torch.Tensor, str], bool]
-    ) -> None:
+    def __init__(self, run: DryRun, alike: Callable[[torch.Tensor, str], bool]) -> None:
         super().__init__()
-        self._where, self._ignored, self._alike, self.draws = where, ignored, alike, False
+        self._run, self._alike, self.draws = run, alike, False
 
     def __torch_dispatch__(self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: Any = None) -> object:
         kwargs = kwargs or {}
@@ -221,7 +217,7 @@ class Watch(dispatch.TorchDispatchMode):
         if error is not None and any(map(pytree.is_real, made)):
             raise error
         if made or _writing(func):
-            joined.source = self._where()
+            joined.source = self._run.where()
             memory = {_memory(tensor): type_of(tensor) for tensor in operands} if _aliases(func) else {}
             for tensor in _written(func, args, kwargs):
                 own = type_of(tensor)
@@ -244,11 +240,11 @@ class Watch(dispatch.TorchDispatchMode):
                 varying -= {axis}
         error, leaf = None, next((own.leaf for _, own in pairs if own.varying and own.leaf), "")
         for tensor, own in pairs:
-            missing = varying - own.varying - self._ignored
+            missing = varying - own.varying - self._run.ignored
             if missing and error is None and tensor.requires_grad and torch.is_grad_enabled():
                 axis = min(missing)
                 other = next(each for _, each in pairs if axis in each.varying)
-                where = self._where()
+                where = self._run.where()
                 error = AxisTypeError(_missing_copy(name, where, axis, own, other), where)
         return Type(varying, not pairs, "", leaf), error
 

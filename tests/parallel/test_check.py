@@ -550,21 +550,6 @@ def test_pieces_are_followed_through_views() -> None:
     assert forms(fn, outputs={"*": {"tp": 2}}).outputs == {"": ("tp",)}
 
 
-def test_what_is_left_out_in_favour_of_nothing_has_other_shapes() -> None:
-    """But for a shift round a ring, which no type tells."""
-    for number, name in [(4, "reduce_scatter"), (3, "all_to_all"), (6, "all_to_all")]:
-        case = CASES[3] if name == "reduce_scatter" else CASES[4]
-        with pytest.raises((AxisTypeError, RuntimeError)):
-            checked(case, _Nothing(left_out=number), 2)
-
-
-class _Nothing(Maps):
-    def __getattr__(self, name: str) -> Callable[..., torch.Tensor]:
-        number = len(self.names)
-        call = super().__getattr__(name)
-        return (lambda x, *rest: x) if number == self.left_out else call
-
-
 # ---- on ranks that there are
 
 
