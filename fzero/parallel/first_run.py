@@ -119,6 +119,7 @@ def _drawn(step: Spec, params: Sharded, seed: int) -> Planned:
     generator, drawn = torch.Generator("cpu").manual_seed(seed), []
     for row in params.layout.rows:
         x = torch.randn(row.shape, generator=generator, device="cpu") / max(1, *row.shape[-1:]) ** 0.5
+        x = x * 8 if seed == 2 else x  # what is cut off above some norm, say, is so once
         drawn.append(x.to(row.dtype))
     return Planned(step, pytree.unflatten(params.structure, drawn), params.axis)
 
