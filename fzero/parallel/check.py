@@ -20,8 +20,7 @@ from fzero.comm.divergence import recorded_collectives
 from fzero.engine.carry import refuse_carry
 from fzero.engine.outcome import is_differentiable
 from fzero.parallel.declared import Dims, Inputs, Patterns, Planned, dims_of, paths_of, patterns_of
-from fzero.parallel.dry import Called
-from fzero.parallel.forms import CONSTANT, Forms, form_of, is_replicated
+from fzero.parallel.forms import Called, Forms, is_replicated
 from fzero.parallel.played import need_one_process, note_proven, playable
 from fzero.parallel.types import (
     WHO,
@@ -93,11 +92,10 @@ def check(
 
     - A step is checked as it runs, on one microbatch: leaves that `fz.shard_tensor` cuts vary, other leaves and the
       batch do not. No state is made.
-    - If it knows that a varying tensor is a copy, a piece along a dim, or a partial sum, it refuses more: to sum
-      copies, to add a bias to a partial sum, or to apply a nonlinear function to it. For inputs, say the dim:
-      `varying={"down": {"tp": 0}}`.
-    - It cannot see what no tensor shows: `x * ax.rank` counts as `x`. It also does not see whose piece a rank has.
-      `values=True` compares the numbers.
+    - If it knows that a varying tensor is a partial sum, it refuses more: to add a bias to it, or to apply a function
+      that is not known to be linear. For inputs, say the dim that is cut: `varying={"down": {"tp": 0}}`.
+    - It cannot see what no tensor shows: `x * ax.rank` counts as `x`. It also does not see whose piece a rank has, or
+      that ranks sum copies of one value. `values=True` compares the numbers, and so does a step's first run.
     - All ranks are taken to draw the same random numbers.
 
     Args:
@@ -106,7 +104,7 @@ def check(
             params as for `init`, and a batch.
         varying: pattern -> axes on which inputs vary, or -> {axis: the dim that is cut}. Patterns are fnmatch over
             paths that begin with the argument's name, such as "params.w1". All other inputs are invariant.
-        outputs: the same for outputs. By default all are invariant, as a loss is.
+        outputs: the same for outputs. By default all are invariant, as a loss is. With `values=True` dims are compared.
         constants: pattern of floating inputs without a gradient, such as masks. Integers and frozen leaves are so
             anyway.
         averaged: axes that the step averages over (`shard_zero3(step, axis=...)`). Nothing is checked there. A step
@@ -242,8 +240,7 @@ def _outputs(out: object, declared: Mapping[str, Dims], ignored: Axes) -> dict[s
     found = {}
     for path, leaf in pairs:
         own, name = type_of(leaf), f"output {path!r}" if path else "the output"
-        dims = dims_of(path, leaf.ndim, declared, "outputs")
-        said = frozenset(dims)
+        said = frozenset(dims_of(path, leaf.ndim, declared, "outputs"))
         if more := own.varying - said - ignored:
             raise AxisTypeError(
                 f"{WHO}: {name} varies on axis {min(more)!r} (from {own.source}), and was expected to be invariant: "
@@ -255,14 +252,6 @@ def _outputs(out: object, declared: Mapping[str, Dims], ignored: Axes) -> dict[s
                 f"{WHO}: {name} is invariant on axis {min(less)!r} (from {own.source}), and was expected to vary, as "
                 "outputs= says: a conversion is one too many, or fz.parallel.split is missing."
             )
-        for axis, dim in dims.items():
-            form = form_of(leaf, axis)
-            if dim is not None and form not in (dim, None, CONSTANT):
-                words = f"a piece along dim {form}" if isinstance(form, int) else form
-                raise AxisTypeError(
-                    f"{WHO}: {name} is {words} on axis {axis!r} (from {own.source}), and was expected to be a piece "
-                    f"along dim {dim}, as outputs= says: a conversion is missing."
-                )
         found[path] = tuple(sorted(own.varying))
     return found
 
@@ -270,14 +259,14 @@ def _outputs(out: object, declared: Mapping[str, Dims], ignored: Axes) -> dict[s
 @contextlib.contextmanager
 def watched(run: DryRun) -> Iterator[Watch]:
     """Inside, operators and maps are those of a dry run."""
-    with Watch(run.where, run.ignored, is_replicated) as watch, during(running, run):
+    with Watch(run, is_replicated) as watch, during(running, run):
         yield watch
 
 
 def ran(fn: Callable[..., object], leaves: Inputs, given: Sequence[object], run: DryRun) -> tuple[object, Forms]:
     """What a function returns of inputs with types, and what it ran under."""
     known = contextlib.nullcontext() if leaves.planned is None else leaves.planned.running(given[0])
-    with known, collecting.run(), Forms(run.where, run.ignored) as forms:
+    with known, collecting.run(), Forms(run) as forms:
         return fn(*given), forms
 
 
@@ -292,7 +281,7 @@ def pull_back(out: object, inputs: Inputs, run: DryRun) -> None:
         cotangents.append(set_type(torch.ones_like(tensor), Type(own.varying, False, "an output's cotangent")))
     run.pulls_back = True
     wanted = tuple(inputs.tracked.values())
-    with Forms(run.where, run.ignored):  # which sees hooks and backward methods, and would be off in autograd.grad
+    with Forms(run):  # which sees hooks and backward methods, and would be off in autograd.grad
         found = RUN_BACKWARD(tuple(given), tuple(cotangents), False, False, wanted, True, accumulate_grad=False)
     for (path, tensor), cotangent in zip(inputs.tracked.items(), found, strict=True):
         more = type_of(cotangent).varying - type_of(tensor).varying - run.ignored if cotangent is not None else None

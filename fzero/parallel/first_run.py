@@ -24,8 +24,7 @@ from fzero.comm.playing import playing
 from fzero.engine.alike import varies
 from fzero.parallel.check import apart, pull_back, ran, reads, watched
 from fzero.parallel.declared import Dims, Inputs, Planned
-from fzero.parallel.dry import Called
-from fzero.parallel.forms import REPLICATED, form_of, set_forms
+from fzero.parallel.forms import REPLICATED, Called, form_of, set_forms
 from fzero.parallel.played import is_proven, need_one_process
 from fzero.parallel.types import WHO, AxisTypeError, DryRun, place_of, tensors_in, type_of
 from fzero.state.sharded import Sharded
@@ -101,7 +100,7 @@ def _first_run(step: Spec, params: Sharded, inputs: Sequence[object], run: DryRu
                 with during(playing, run):  # type: ignore[arg-type]
                     out, forms = ran(fn, leaves, typed, run)
                 learns, outputs = forms.reads, planned.outputs(out)
-                _need_invariant(outputs, over)
+                _need_invariant(outputs, over, run)
                 pull_back(outputs, leaves, run)
             except (RuntimeError, ValueError, IndexError) as error:
                 if isinstance(error, (AxisTypeError, NotImplementedError)) or reads(error) or not run.guessed:
@@ -120,6 +119,7 @@ def _drawn(step: Spec, params: Sharded, seed: int) -> Planned:
     generator, drawn = torch.Generator("cpu").manual_seed(seed), []
     for row in params.layout.rows:
         x = torch.randn(row.shape, generator=generator, device="cpu") / max(1, *row.shape[-1:]) ** 0.5
+        x = x * 8 if seed == 2 else x  # what is cut off above some norm, say, is so once
         drawn.append(x.to(row.dtype))
     return Planned(step, pytree.unflatten(params.structure, drawn), params.axis)
 
@@ -184,11 +184,11 @@ def _need_one_process(
         raise AxisTypeError(f"{begin}, and values cannot tell: {error} {instead}", place) from error
 
 
-def _need_invariant(outputs: object, over: Axis) -> None:
+def _need_invariant(outputs: object, over: Axis, run: DryRun) -> None:
     """Refuses scalars that vary between the ranks of the tensor axis, and copies: derivatives would be added up."""
     for x in tensors_in(outputs):
         own = type_of(x)
-        copied = form_of(x, over.name) == REPLICATED
+        copied = form_of(x, over.name) == REPLICATED and not run.doubts  # a rank's number, say
         if not own.varying or not x.requires_grad or (x.ndim and not copied):
             continue
         source = "" if copied else own.leaf or str(own.source)

@@ -1,30 +1,50 @@
 """What a varying value is to other ranks' values: the same (replicated), a piece along a dim, or a partial sum.
 
-The rules by operation are those for modules (`rules`). What they do not know is unknown here: before a first run it is
-compared by values (`first_run`). Of a partial value only sums are right: a piece or a replicated value added to it is
-added as often as ranks are, and a function of it that is not linear gives no summand of what it gives of the sum.
+And the maps of a dry run, which check types and forms, send nothing, and say what each of them would send.
+
+The rules by operation are those for modules (`rules`), which say what is sure to be right. What they do not say is in
+doubt: before a first run it is compared by values (`first_run`). `check` has no values, and refuses what is not known
+to be right of partial values: a piece or a replicated value added to one is added as often as ranks are, and a function
+of it that is not linear gives no summand of what it gives of the sum.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from fzero.base import private
 from fzero.base.places import Place
+from fzero.comm import pieces
 from fzero.comm.axis import Axis
-from fzero.parallel import rules
+from fzero.parallel import maps, rules
 from fzero.parallel.cuts import Mixed
 from fzero.parallel.own_size import SHAPED, SIZES, own_sizes, own_sizes_in
-from fzero.parallel.types import WHO, Axes, AxisTypeError, caller, is_users, need_silence, running, tensors_in, type_of
+from fzero.parallel.types import (
+    WHO,
+    Axes,
+    AxisTypeError,
+    Conversion,
+    DryRun,
+    Run,
+    Type,
+    caller,
+    is_typed,
+    is_users,
+    need_silence,
+    running,
+    set_type,
+    tensors_in,
+    type_of,
+)
+from fzero.parallel.watched import GATHER_OWN
 from fzero.table.handle import Function, Named, Operands, name_of, writes
 from fzero.table.placements import Cut, Mark, notes, reads
 
-REPLICATED, PARTIAL, CONSTANT = "replicated", "partial", "constant"
-NUMBERED = "replicated, but for a number that may be the rank's"
+REPLICATED, PARTIAL = "replicated", "partial"
 Form = int | str | None  # the dim of a piece, one of these words, or unknown
 _FORMS = "_fzero_forms"  # of a tensor, as its type
 
@@ -35,13 +55,14 @@ def form_of(tensor: torch.Tensor, axis: str) -> Form:
     if axis not in own.varying and not own.constant:
         return REPLICATED
     forms, writes = vars(tensor).get(_FORMS, ({}, own.writes))
-    return forms.get(axis, None if axis in own.varying else CONSTANT) if writes == own.writes else None
+    return forms.get(axis, None if axis in own.varying else REPLICATED) if writes == own.writes else None
 
 
 def _axes_of(tensor: torch.Tensor) -> Axes:
     """The axes on which a tensor varies, or is a constant as large as a slice, so that its sum does."""
     own = type_of(tensor)
-    return own.varying if not own.constant else frozenset(vars(tensor).get(_FORMS, ({}, 0))[0])
+    forms = vars(tensor).get(_FORMS, ({}, 0))[0] if own.constant else {}
+    return own.varying | {axis for axis, form in forms.items() if form != REPLICATED}
 
 
 def is_replicated(tensor: torch.Tensor, axis: str) -> bool:
@@ -66,34 +87,28 @@ def need_cut(ax: Axis | None, who: str, dims: Mapping[torch.Tensor, int | None])
 class Forms(TorchFunctionMode):
     """Inside, what functions make of varying values has forms.
 
-    Args:
-        where: the place that runs.
-        ignored: axes on which nothing is checked.
-
     Attributes:
         reads: Python has learned something of a tensor's values.
     """
 
-    def __init__(self, where: Callable[[], Place], ignored: Axes) -> None:
+    def __init__(self, run: DryRun) -> None:
         super().__init__()
-        self._where, self._ignored, self.reads = where, ignored, False
+        self._run, self.reads = run, False
 
-    def _doubt(self, func: Function | str, operands: Sequence[torch.Tensor]) -> None:
+    def _doubt(self, func: Function, operands: Sequence[torch.Tensor]) -> None:
         """Notes that the caller's code does something that is not known, but where a module is looked at."""
-        run, known = running.get(), notes.get()
-        if run is None or not run.automatic or not is_users():
+        known = notes.get()
+        if not self._run.automatic or not is_users():
             return
         if caller() != "fzero.parallel.varying" or known is None or not any(map(known.of, operands)):
-            run.doubt(func if isinstance(func, str) else name_of(func))
+            self._run.doubt(name_of(func))
 
     def _sizes(self, func: Function, args: Operands, kwargs: Mapping[str, object], reader: str) -> object:
         """Sizes, of which those of a piece are the rank's own for the caller's code."""
-        out, run = func(*args, **kwargs), running.get()
-        x = args[0] if args else None
-        looks = run is not None and run.automatic and not reader.startswith("fzero.")
-        if not looks or not isinstance(x, torch.Tensor):
+        out, x = func(*args, **kwargs), args[0] if args else None
+        if not self._run.automatic or reader.startswith("fzero.") or not isinstance(x, torch.Tensor):
             return out
-        for axis in type_of(x).varying - self._ignored:
+        for axis in type_of(x).varying - self._run.ignored:
             form = form_of(x, axis)
             if func == torch.Tensor.__len__ or form is None:
                 self._doubt(func, [x])
@@ -112,7 +127,7 @@ class Forms(TorchFunctionMode):
         in_place = _in_place(func, kwargs)
         plain = _out_of_place(func, kwargs) if in_place else func
         operands = tensors_in((args, dict(kwargs)))
-        axes = frozenset[str]().union(*map(_axes_of, operands)) - self._ignored
+        axes = frozenset[str]().union(*map(_axes_of, operands)) - self._run.ignored
         if in_place and operands and axes - _axes_of(operands[0]):
             plain = None
         before = {axis: [form_of(x, axis) for x in operands] for axis in axes}
@@ -124,9 +139,8 @@ class Forms(TorchFunctionMode):
             self._doubt(func, operands)
         elif axes and made and plain is not None:
             forms = {axis: self._made(plain, args, kwargs, operands, own, axis, out) for axis, own in before.items()}
-            forms = {axis: form for axis, form in forms.items() if form != CONSTANT}
             alike = [axis for x in made if not type_of(x).constant for axis in forms if axis not in type_of(x).varying]
-            if any(forms[axis] not in (REPLICATED, NUMBERED) for axis in alike):  # but a slice's size is in it
+            if any(forms[axis] != REPLICATED for axis in alike):  # but a slice's size is in it
                 self._doubt(func, operands)
             for tensor in made:
                 if in_place or not any(tensor is x for x in operands):
@@ -144,53 +158,34 @@ class Forms(TorchFunctionMode):
         out: object,
     ) -> Form:
         """The form on an axis of what a function makes of operands, of these forms; of all that it makes."""
-        if not any(form in (None, PARTIAL) or isinstance(form, int) for form in forms):
-            return REPLICATED if {*forms} == {REPLICATED} and rules.keeps_alike(func, args, kwargs) else NUMBERED
-        if rules.is_as_large(func) and PARTIAL in forms:
-            return CONSTANT
-        bias = kwargs.get("bias", args[2] if len(args) > 2 else None) if func is F.linear else None
-        if isinstance(bias, torch.Tensor):
-            rest = operands[:2]
-            if self._made(func, tuple(rest), {}, rest, forms[:2], axis, out) == PARTIAL:
-                if form_of(bias, axis) == PARTIAL:
-                    return PARTIAL
-                forms[:2] = PARTIAL, PARTIAL
+        if {*forms} == {REPLICATED} or (rules.is_as_large(func) and PARTIAL in forms):
+            return REPLICATED
         cuts = {id(x): _cut(x, form) for x, form in zip(operands, forms, strict=True)}
         try:
             if None in forms:
                 raise Mixed
             found = rules.cut_behind(func, args, dict(kwargs), out, lambda x: cuts.get(id(x)))
         except Mixed:
-            self._unknown(func, args, kwargs, operands, forms, axis, out)
+            self._refuse_partial(func, operands, forms, axis, out)
+            self._doubt(func, operands)
             return None
         if isinstance(found, list) or found.outer > 1:
             return None
         return PARTIAL if found == rules.PARTIAL else tensors_in(out)[0].ndim + found.dim
 
-    def _unknown(
-        self,
-        func: Function,
-        args: Operands,
-        kwargs: Mapping[str, object],
-        operands: Sequence[torch.Tensor],
-        forms: Sequence[Form],
-        axis: str,
-        out: object,
+    def _refuse_partial(
+        self, func: Function, operands: Sequence[torch.Tensor], forms: Sequence[Form], axis: str, out: object
     ) -> None:
-        """Notes what the rules do not name as right; to a partial value it is refused."""
-        self._doubt(func, operands)
-        partial = next((x for x, form in zip(operands, forms, strict=True) if form == PARTIAL), None)
-        if partial is None or NUMBERED in forms or _pulls_back():  # a number may be zero but on one rank
+        """Refuses what is not known to be right of partial values, where no values will tell."""
+        run, partial = self._run, [x for x, form in zip(operands, forms, strict=True) if form == PARTIAL]
+        unknown = None in forms and rules.of_sums(func)  # which may be partial, too
+        if run.automatic or run.pulls_back or run.doubts or not partial or unknown:
             return
-        derived = torch.is_grad_enabled() and all(any(x.requires_grad for x in tensors_in(y)) for y in (partial, out))
-        pieces, sums = any(isinstance(form, int) for form in forms), rules.of_sums(func)
-        bends = sums in ("", rules.BENDS, rules.PICKS) if None in forms else not pieces
-        adds = sums == rules.ADDS and (pieces or REPLICATED in forms)
-        if derived and (adds or func is F.linear or (bends and not rules.draws(func, args, kwargs))):
-            where = self._where()
+        if torch.is_grad_enabled() and partial[0].requires_grad and any(x.requires_grad for x in tensors_in(out)):
+            where = run.where()
             raise AxisTypeError(
                 f"{WHO}: {where}: {name_of(func)} takes a value that is partial on axis {axis!r}, a summand on each "
-                f"rank (of {type_of(partial).source}), and gives no summand of what it gives of the sum, or is not "
+                f"rank (of {type_of(partial[0]).source}), and gives no summand of what it gives of the sum, or is not "
                 "known to: what else is added would be added once for each rank. A conversion is missing: "
                 "fz.parallel.sum, or reduce_scatter, of the partial value comes first.",
                 where,
@@ -216,9 +211,149 @@ def _cut(x: torch.Tensor, form: Form) -> Cut | None:
     return Cut(form - x.ndim) if isinstance(form, int) else None
 
 
-def _pulls_back() -> bool:
-    """Tells whether autograd runs a pullback on this thread."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name != "_engine_run_backward":
-        frame = frame.f_back
-    return frame is not None
+# ---- maps
+
+INVARIANT, VARYING = "invariant", "varying"
+# what a map takes and gives; its transpose takes what it gives
+KINDS = {
+    "copy": (INVARIANT, VARYING),
+    "sum": (VARYING, INVARIANT),
+    "gather": (VARYING, INVARIANT),
+    "split": (INVARIANT, VARYING),
+    GATHER_OWN: (VARYING, VARYING),
+    **dict.fromkeys(("reduce_scatter", "all_to_all", "ring_shift"), (VARYING, VARYING)),
+}
+# what it does to equal values
+_ADDING = {"sum": "added up", "reduce_scatter": "added up", "gather": "joined", GATHER_OWN: "joined"}
+
+
+class _Part:
+    """What a map sends, taken apart."""
+
+    def __init__(self, send: Run) -> None:
+        self._send, self._function = send, getattr(send, "func", send)
+        self._args: tuple[Any, ...] = getattr(send, "args", ())
+        self._cuts = self._function in (maps._cut, maps._joined, maps._scattered)
+
+    @property
+    def sizes(self) -> Sequence[int] | None:
+        """Those of the pieces that it cuts or joins."""
+        return self._args[2] if self._cuts else None
+
+    @property
+    def dims(self) -> Sequence[int]:
+        """The dims that it cuts or joins along."""
+        if self._function is maps._exchanged:
+            return self._args[1:3]
+        return self._args[1:2] if self._cuts or self._function is maps._padded else ()
+
+    def run(self, ax: Axis, x: torch.Tensor) -> tuple[torch.Tensor, int, int]:
+        """What it makes if all ranks have what this one has, the exchanges, and the bytes that this rank sends."""
+        others, whole, args = ax.size - 1, x.numel() * x.element_size(), self._args
+        match self._function:
+            case maps._total:
+                own = pieces.balanced(x.numel(), ax.size)[ax.rank] * x.element_size()
+                in_pieces = ax.size > 2 and x.numel() >= pieces.SMALL
+                messages, sent = (2, whole - own + others * own) if in_pieces else (1, others * whole)
+                out = x * ax.size
+            case maps._joined:
+                out, messages, sent = _stretched(x, args[1], pieces.starts(args[2])[-1]), 1, others * whole
+            case maps._scattered:
+                own = maps._cut(ax, args[1], args[2], x)
+                out, messages, sent = own * ax.size, 1, whole - own.numel() * own.element_size()
+            case maps._exchanged:
+                own = maps._cut(ax, args[1], args[3], x)
+                out = _stretched(own, args[2], pieces.starts(args[4])[-1])
+                messages, sent = 1, whole - own.numel() * own.element_size()
+            case maps._shifted:
+                out, messages, sent = x.clone(), 1, whole if args[1] % ax.size else 0
+            case _:
+                out, messages, sent = self._send(x).clone(), 0, 0
+        return (out, messages, sent) if others else (out, 0, 0)
+
+
+def _stretched(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    """A tensor over and over along a dim."""
+    if not x.shape[dim]:
+        return x.new_zeros((*x.shape[:dim], size, *x.shape[dim + 1 :]))
+    return x.index_select(dim, torch.arange(size, device=x.device) % x.shape[dim])
+
+
+class Called:
+    """A map as one line calls it, or its transpose: checks what it is given, and sends nothing."""
+
+    def __init__(
+        self, run: DryRun, name: str, ax: Axis, place: Place, send: Run, transposed: bool, told: list[int]
+    ) -> None:
+        self.run, self.name, self.ax, self.place, self.part = run, name, ax, place, _Part(send)
+        self.transposed, self.told = transposed, told
+        self.takes, self.gives = reversed(KINDS[name]) if transposed else KINDS[name]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        own, axes = type_of(x), self.run.checked(self.ax)
+        if self.run.automatic and not is_typed(x) and x.grad_fn is not None:
+            raise NotImplementedError("a tensor that was computed where types are not known")
+        wrong_on = axes & own.varying if self.takes == INVARIANT else axes - own.varying
+        if wrong_on and not own.constant:
+            raise AxisTypeError(self._refusal(min(wrong_on), own), self.place)
+        if not self.transposed and not all(self._fits(form_of(x, axis)) for axis in axes):
+            self.run.doubt(f"fz.parallel.{self.name}")
+        if self.part.sizes is not None:
+            self.run.note_sizes(self.ax, self.part.sizes)
+        with torch.no_grad(), private.under_function_modes(()):
+            out, messages, sent = self.part.run(self.ax, x)
+        told, self.told = self.told if self.ax.size > 1 else [], []
+        met = Conversion(
+            *(self.name, self.ax.name, self.place, tuple(x.shape), self.transposed),
+            *(messages + len(told), sent + sum(told) * (self.ax.size - 1)),
+        )
+        self.run.conversions.append(met)
+        varying = own.varying | axes if self.gives == VARYING else own.varying - axes
+        leaf = own.leaf if varying else ""
+        return set_forms(set_type(out, Type(varying, False, self.place, leaf)), self._forms(x, axes))
+
+    def _fits(self, form: Form) -> bool:
+        """Tells whether it does to the ranks' values what one process does to the whole."""
+        if self.takes == INVARIANT or (form is None and not is_users()):
+            return True
+        if self.name in ("sum", "reduce_scatter"):
+            return form == PARTIAL
+        return self.name != "ring_shift" and form == self.part.dims[-1]
+
+    def _forms(self, x: torch.Tensor, axes: Axes) -> dict[str, Form]:
+        """What the result is on each axis, as far as it is known."""
+        forms = {axis: form_of(x, axis) for axis in type_of(x).varying}
+        moved = self.part.dims
+        for axis, form in forms.items():
+            if axis in axes or form in moved:
+                forms[axis] = None
+        for axis in axes if self.gives == VARYING and not self.transposed else ():
+            if self.name in ("copy", GATHER_OWN):
+                forms[axis] = REPLICATED
+            elif self.name in ("split", "reduce_scatter") and len(axes) == 1:
+                forms[axis] = moved[0]
+            elif self.name == "all_to_all" and form_of(x, axis) == moved[1]:
+                forms[axis] = moved[0]
+            elif self.name == "ring_shift" and form_of(x, axis) != REPLICATED:
+                forms[axis] = form_of(x, axis)
+        return forms
+
+    def _refusal(self, axis: str, own: Type) -> str:
+        verb = f"fz.parallel.{self.name}"
+        if self.transposed:
+            return (
+                f"{WHO}: {self.place}: the cotangent of what {verb} gives has another type than that on axis {axis!r} "
+                f"(from {own.source}): {self.takes} was expected."
+            )
+        got = f"{WHO}: {self.place}: {verb} takes a value that is {self.takes} on axis {axis!r}, and gets one that "
+        if self.takes == INVARIANT:
+            return (
+                f"{got}varies there (from {own.source}). That is one conversion too many; or, where it is a summand or "
+                "a piece of a whole value, fz.parallel.sum or gather is missing before it."
+            )
+        what = _ADDING.get(self.name)
+        why = f"would be {what} as often as there are ranks" if what else "is the same on all ranks"
+        return (
+            f"{got}is invariant (from {own.source}), which {why}. That is one conversion too many; or, where ranks "
+            "compute different things with it, fz.parallel.copy or split is missing before it."
+        )

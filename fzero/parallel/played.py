@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fzero.base import pytree
 from fzero.base.context import during, own_copies
@@ -27,6 +28,7 @@ from fzero.state import sliced
 MOST = 64  # ranks that are played
 _proven = set[tuple[object, ...]]()  # of the steps' functions that were compared
 Place = Mapping[str, int]
+_WIDE = (torch.float64, torch.complex128)
 
 
 class Run(NamedTuple):
@@ -34,10 +36,12 @@ class Run(NamedTuple):
 
     Attributes:
         outputs, grads: by path; those of outputs that are differentiated.
+        eps: of the coarsest dtype that it has gone to from float64.
     """
 
     outputs: dict[str, torch.Tensor]
     grads: dict[str, torch.Tensor]
+    eps: float
 
 
 def is_proven(fn: object, ranks: int) -> bool:
@@ -88,7 +92,29 @@ def need_one_process(
     """
     wholes = [_whole(inputs, each, sizes) for each in inputs.leaves]
     try:
-        (expected,) = play({}, functools.partial(_run, fn, inputs, wholes, outputs, {}, None))
+        _compare(fn, inputs, [_widened(x) for x in wholes], outputs, sizes, draws, wide=True)
+    except AxisTypeError:
+        raise
+    except Exception:  # it takes no float64, as where it multiplies by a table in float32
+        _compare(fn, inputs, wholes, outputs, sizes, draws, wide=False)
+
+
+def _compare(
+    fn: Callable[..., object],
+    inputs: Inputs,
+    wholes: Sequence[object],
+    outputs: Mapping[str, Dims],
+    sizes: Mapping[str, int],
+    draws: bool,
+    wide: bool,
+) -> None:
+    """See `need_one_process`.
+
+    Args:
+        wide: in float64, also where the function goes to fewer bits: a small term is far away then, too.
+    """
+    try:
+        (expected,) = play({}, functools.partial(_run, fn, inputs, wholes, outputs, {}, None, wide))
     except Exception as error:
         error.add_note(
             f"fz.{WHO}(values=True) runs the function on axes of one rank, too, where it is given whole inputs: let it "
@@ -97,14 +123,15 @@ def need_one_process(
         raise
     shapes = {path: x.shape for path, x in expected.outputs.items()}
     try:
-        runs = play(sizes, functools.partial(_run, fn, inputs, wholes, outputs, sizes, shapes))
+        runs = play(sizes, functools.partial(_run, fn, inputs, wholes, outputs, sizes, shapes, wide))
     except Parted as error:
         axes = ", ".join(f"axis {axis!r} ({size} of them)" for axis, size in sizes.items())
         raise AxisTypeError(f"{WHO}: played on ranks of {axes}, {error}. {_ADVICE}") from None
     hint, by_path = _DRAWS if draws else "", {each.path: each for each in inputs.leaves}
-    dtypes = [x.dtype for x in (*expected.outputs.values(), *expected.grads.values())] + inputs.dtypes
-    # in float32 some models compute parts of themselves
-    eps = max([torch.finfo(dtype).eps for dtype in (torch.float32, *dtypes) if dtype.is_floating_point])
+    dtypes = [x.dtype for x in (*expected.outputs.values(), *expected.grads.values())]
+    dtypes += [] if wide else [torch.float32, *inputs.dtypes]  # some models compute parts of themselves in float32
+    eps = max([torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point], default=0.0)
+    eps = max(eps, *[run.eps for run in (expected, *runs)])
     largest = max([_most(x) for x in expected.grads.values()], default=0.0)
     places = [dict(zip(sizes, place, strict=True)) for place in itertools.product(*map(range, sizes.values()))]
     for place, run in zip(places, runs, strict=True):
@@ -177,6 +204,7 @@ def _run(
     outputs: Mapping[str, Dims],
     sizes: Mapping[str, int],
     shapes: Mapping[str, torch.Size] | None,
+    wide: bool,
     place: Place,
 ) -> Run:
     """The outputs and gradients of one rank.
@@ -184,8 +212,8 @@ def _run(
     Args:
         shapes: of the whole outputs; None where this is the one rank that has them.
     """
-    tracked: dict[str, torch.Tensor] = {}
-    with during(own_copies, {}), torch.enable_grad(), seeded(0):
+    tracked, width = dict[str, torch.Tensor](), _Wide()
+    with during(own_copies, {}), torch.enable_grad(), seeded(0), width if wide else contextlib.nullcontext():
         given: list[Any] = []
         for each, x in zip(inputs.leaves, wholes, strict=True):
             if isinstance(x, torch.Tensor):
@@ -211,7 +239,38 @@ def _run(
                 cotangent = _piece(_numbers(own, x), said, place, sizes)
                 unknown = any(dim is None for dim in said.values()) or cotangent.shape != x.shape
                 pairs.append((x, torch.zeros_like(x) if unknown else cotangent))
-        return Run({path: x.detach() for path, x in found.items()}, _grads(pairs, tracked))
+        return Run({path: x.detach() for path, x in found.items()}, _grads(pairs, tracked), width.eps)
+
+
+class _Wide(TorchDispatchMode):
+    """Computes on in float64 where a function goes from there to fewer bits, as by x.float() or autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.eps = 0.0  # of the coarsest dtype that it goes to all the same, as by sum(dtype=torch.float32)
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
+        named = dict(kwargs or {})
+        if not any(x.dtype in _WIDE for x in pytree.tensors_in(*args)):
+            return func(*args, **named)
+        dtype = named.get("dtype")
+        if func is torch.ops.aten._to_copy.default and isinstance(dtype, torch.dtype):
+            named["dtype"] = _wide(dtype)
+        out = func(*args, **named)
+        for x in pytree.tensors_in(out):
+            if x.dtype != _wide(x.dtype):
+                self.eps = max(self.eps, torch.finfo(x.dtype).eps)
+        return out
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.complex128 if dtype.is_complex else torch.float64 if dtype.is_floating_point else dtype
+
+
+def _widened(x: object) -> object:
+    return x.to(_wide(x.dtype)) if isinstance(x, torch.Tensor) else x
 
 
 def _grads(
@@ -241,7 +300,7 @@ def _bound(eps: float, want: torch.Tensor, largest: float = 0.0) -> float:
         eps: of the coarsest dtype that is computed with.
         largest: of all values like them: what is zero but for rounding has its.
     """
-    return 4 * eps**0.5 * _most(want) + min(1000 * eps, 0.05) * largest if pytree.is_real(want) else 0.0
+    return 4 * eps**0.5 * _most(want) + min(max(1000 * eps, 1e-11), 0.05) * largest if pytree.is_real(want) else 0.0
 
 
 def _most(x: torch.Tensor) -> float:

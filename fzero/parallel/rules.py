@@ -7,7 +7,6 @@ in the table.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from numbers import Number
 from typing import Any, NamedTuple
 
 import torch
@@ -69,15 +68,8 @@ def _behind_partial(rule: Rule, call: Call, out: object) -> Cut:
         fits = count == len(cuts) and not (rule.sums == ADDS and any(numbers))  # also numpy's
     elif rule.sums == SCALES:
         fits = count == 1 and call.given.get("bias") is None
-    elif rule.sums == SHAPES:
-        fits = call.cut_of(call.x) == PARTIAL
-    elif rule.sums == PICKS:
-        by_name = {name: call.given.get(name) for name in rule.names}
-        picks = by_name.pop("mask" if "mask" in by_name else "condition")
-        of_sums = [call.cut_of(x) == PARTIAL if isinstance(x, torch.Tensor) else not x for x in by_name.values()]
-        fits = call.cut_of(picks) is None and all(of_sums)
     else:
-        fits = rule.sums == DIVIDES and call.cut_of(call.x) == PARTIAL and count == 1
+        fits = bool(rule.sums) and call.cut_of(call.x) == PARTIAL and (rule.sums == SHAPES or count == 1)
         fits = fits and call.given.get("rounding_mode") is None
     others = any(cut not in (None, PARTIAL) for cut in cuts)
     rounded = any(isinstance(x, torch.Tensor) and not pytree.is_real(x) for x in pytree.leaves(out))
@@ -89,14 +81,6 @@ def _behind_partial(rule: Rule, call: Call, out: object) -> Cut:
 def of_sums(func: Function) -> str:
     """What an operation makes of parts of sums: one of the words below."""
     return _RULES[func].sums if func in _RULES else ""
-
-
-def keeps_alike(func: Function, args: Operands, kwargs: Mapping[str, object]) -> bool:
-    """Tells whether ranks that give the same to a function get the same, if a number among it may be the rank's."""
-    rule = _RULES.get(func)
-    if rule is None or rule.numbers:
-        return False
-    return func not in _ELEMENTWISE or not any(isinstance(x, Number) for x in (*args, *kwargs.values()))
 
 
 def is_as_large(func: Function) -> bool:
@@ -132,8 +116,6 @@ ADDS = "adds"  # the same of several tensors that are all parts of sums, but not
 SCALES = "scales"  # the same where one operand is a part
 DIVIDES = "divides"  # the same where the first one is
 SHAPES = "shapes"  # the same of the first one, as the others say a shape or dtype
-PICKS = "picks"  # the same where the mask is whole, and all else is a part or zero
-BENDS = "bends"  # no parts of what it makes of the sum
 
 
 class Rule(NamedTuple):
@@ -143,15 +125,13 @@ class Rule(NamedTuple):
         names: of its arguments, in order; the last one may take all that are left.
         defaults: of arguments.
         along: the dim behind it that is cut.
-        sums: what it makes of parts of a sum; "" where nothing is said.
-        numbers: it takes numbers that may be a rank's own, draws them, or writes.
+        sums: what it makes of parts of a sum; "" where it is not known to make parts.
     """
 
     names: tuple[str, ...]
     defaults: dict[str, int | None]
     along: Callable[[Call], int | Cut | list[Cut]]
     sums: str
-    numbers: bool
 
     def call(
         self,
@@ -184,12 +164,11 @@ def _rows(
     signature: str,
     along: Callable[[Call], int | Cut | list[Cut]],
     sums: str = "",
-    numbers: bool = False,
 ) -> dict[Function, Rule]:
     """The same rule for several operations, by their names or as they are."""
     arguments = [each.partition("=") for each in signature.split()]
     defaults = {name: None if value == "None" else int(value) for name, _, value in arguments if value}
-    rule = Rule(tuple([name for name, _, _ in arguments]), defaults, along, sums, numbers)
+    rule = Rule(tuple([name for name, _, _ in arguments]), defaults, along, sums)
     return dict.fromkeys(named(names, *owners) if isinstance(names, str) else names, rule)
 
 
@@ -199,19 +178,14 @@ _ELEMENTWISE = {
     **_rows("div divide true_divide __div__ __truediv__", BOTH, "input other", cuts.by_shape, DIVIDES),
     **_rows("neg negative __neg__ clone to float double half bfloat16", BOTH, "input", cuts.by_shape, LINEAR),
     **_rows(
-        "abs exp exp2 log log2 log10 log1p expm1 sqrt rsqrt square sin cos tan sinh cosh tanh asin acos atan asinh "
-        "acosh atanh sigmoid relu erf erfc reciprocal pow maximum minimum clamp clamp_min clamp_max logit "
-        "__abs__ __pow__ __rpow__ __rdiv__ __rtruediv__",
-        *(BOTH, "input other", cuts.by_shape, BENDS),
-    ),
-    **_rows(
         "relu gelu silu mish softplus elu selu celu leaky_relu relu6 hardtanh hardsigmoid tanh sigmoid softshrink "
         "hardshrink threshold hardswish logsigmoid softsign tanhshrink",
-        *([*BOTH, F], "input", cuts.by_shape, BENDS),
+        *([*BOTH, F], "input", cuts.by_shape),
     ),
-    **_rows("where", BOTH, "condition input other", cuts.by_shape, PICKS),
-    **_rows("masked_fill", BOTH, "input mask value", cuts.by_shape, PICKS),
     **_rows(
+        "abs exp exp2 log log2 log10 log1p expm1 sqrt rsqrt square sin cos tan sinh cosh asin acos atan asinh acosh "
+        "atanh erf erfc reciprocal pow maximum minimum clamp clamp_min clamp_max logit where masked_fill "
+        "__abs__ __pow__ __rpow__ __rdiv__ __rtruediv__ "
         "sign floor ceil round rsub lerp addcmul addcdiv nan_to_num eq ne lt le gt ge logical_and "
         "logical_or logical_not logical_xor isnan isinf isfinite type_as int long short bool trunc frac atan2 hypot "
         "xlogy erfinv remainder fmod floor_divide sgn lgamma digamma heaviside copysign bitwise_and bitwise_or "
@@ -232,29 +206,29 @@ _RULES: dict[object, Rule] = {
     **_rows(
         "bernoulli_ add_ mul_ sub_ div_ relu_ silu_ copy_ fill_ zero_ clamp_ exp_ tanh_ sigmoid_ "
         "masked_fill_ neg_ sqrt_ square_ pow_ __iadd__ __imul__ __isub__ __itruediv__",
-        *(BOTH, "input other", cuts.by_shape, "", True),
+        *(BOTH, "input other", cuts.by_shape),
     ),
-    **_rows("expand_as", BOTH, "input other", cuts.by_shape, SHAPES, True),
-    **_rows("dropout alpha_dropout", [F], "input", cuts.by_shape, "", True),
+    **_rows("expand_as", BOTH, "input other", cuts.by_shape, SHAPES),
+    **_rows("dropout alpha_dropout pad", [F], "input", cuts.by_shape),
     # over dims
     **_rows("sum", BOTH, "input dim=None keepdim", cuts.contracted, LINEAR),
     **_rows("mean", BOTH, "input", cuts.by_shape, LINEAR),
-    **_rows("amax amin var std logsumexp max min", BOTH, "input", cuts.by_shape, BENDS),
     **_rows(
-        "argmax argmin prod any all median nanmean nansum count_nonzero var_mean std_mean",
+        "amax amin var std logsumexp max min argmax argmin prod any all median nanmean nansum count_nonzero var_mean "
+        "std_mean topk kthvalue norm",
         *(BOTH, "input", cuts.by_shape),
     ),
-    **_rows("softmax log_softmax", [*BOTH, F], "input dim=None", cuts.over, BENDS),
-    **_rows("softmin cumprod argsort sort cummax cummin logcumsumexp", [*BOTH, F], "input dim=None", cuts.over),
+    **_rows([torch.linalg.vector_norm], (), "input", cuts.by_shape),
+    **_rows(
+        "softmax log_softmax softmin cumprod argsort sort cummax cummin logcumsumexp",
+        *([*BOTH, F], "input dim=None", cuts.over),
+    ),
     **_rows("cumsum", BOTH, "input dim", cuts.over, LINEAR),
-    **_rows("unbind narrow index_select select", BOTH, "input", cuts.by_shape, LINEAR, True),
-    **_rows("topk kthvalue", BOTH, "input", cuts.by_shape, "", True),
-    **_rows([*named("norm", *BOTH), torch.linalg.vector_norm], (), "input", cuts.by_shape, "", True),
-    **_rows([F.normalize], (), "input p dim=1", cuts.over, "", True),
-    **_rows("roll", BOTH, "input shifts dim=None", cuts.over, LINEAR, True),
-    **_rows("flip", BOTH, "input *dim", cuts.over, LINEAR, True),
+    **_rows([F.normalize], (), "input p dim=1", cuts.over),
+    **_rows("roll", BOTH, "input shifts dim=None", cuts.over, LINEAR),
+    **_rows("flip", BOTH, "input *dim", cuts.over, LINEAR),
     **_rows("tril triu", BOTH, "input", cuts.over_last, LINEAR),
-    **_rows("layer_norm rms_norm", [F, torch], "input normalized_shape", cuts.over_last, BENDS),
+    **_rows("layer_norm rms_norm", [F, torch], "input normalized_shape", cuts.over_last),
     # in other shapes and orders
     **_rows(
         "transpose swapaxes swapdims t movedim moveaxis permute unsqueeze view_as_complex view_as_real",
@@ -268,23 +242,22 @@ _RULES: dict[object, Rule] = {
     **_rows([torch.Tensor.expand, *named("broadcast_to", *BOTH)], (), "input *sizes", cuts.by_shape, LINEAR),
     **_rows("view_as reshape_as", [torch.Tensor], "input other", cuts.like_another, SHAPES),
     # in parts, and of parts
-    **_rows([torch.Tensor.__getitem__], (), "input index", cuts.indexed, LINEAR, True),
-    **_rows("chunk tensor_split", BOTH, "input many=None dim=0", cuts.taken_apart, LINEAR, True),
-    **_rows("split", BOTH, "input many=None dim=0", cuts.by_shape, LINEAR, True),
-    **_rows([F.glu], (), "input dim=-1 many=2", cuts.gated, "", True),
+    **_rows([torch.Tensor.__getitem__], (), "input index", cuts.indexed, LINEAR),
+    **_rows("chunk tensor_split", BOTH, "input many=None dim=0", cuts.taken_apart, LINEAR),
+    **_rows("split unbind narrow index_select select", BOTH, "input", cuts.by_shape, LINEAR),
+    **_rows([F.glu], (), "input dim=-1 many=2", cuts.gated),
     **_rows("cat concat concatenate", [torch], "tensors dim=0", cuts.joined, LINEAR),
     **_rows([torch.stack], (), "tensors", cuts.by_shape, LINEAR),
-    **_rows("repeat_interleave", BOTH, "input repeats dim=None", cuts.along, LINEAR, True),
-    **_rows([F.pad], (), "input", cuts.by_shape, "", True),
+    **_rows("repeat_interleave", BOTH, "input repeats dim=None", cuts.along, LINEAR),
     # products
     **_rows([F.linear], (), "input weight bias=None", cuts.contracted, SCALES),
     **_rows("matmul __matmul__ bmm mm mv", BOTH, "input other", cuts.contracted, SCALES),
     **_rows([torch.einsum], (), "equation *operands", cuts.contracted, SCALES),
-    **_rows([F.scaled_dot_product_attention], (), "query key value attn_mask=None", cuts.attended, BENDS),
+    **_rows([F.scaled_dot_product_attention], (), "query key value attn_mask=None", cuts.attended),
     # of parts of sums
-    **_rows("repeat tile diagonal diagonal_scatter diff trace unfold rot90", BOTH, "input", cuts.unknown, LINEAR, True),
-    **_rows("gather take_along_dim take outer dot inner tensordot vdot", BOTH, "input", cuts.unknown, SCALES, True),
-    **_rows("conv1d conv2d conv3d", [F], "input weight bias=None", cuts.unknown, SCALES, True),
+    **_rows("repeat tile diagonal diagonal_scatter diff trace unfold rot90", BOTH, "input", cuts.unknown, LINEAR),
+    **_rows("gather take_along_dim take outer dot inner tensordot vdot", BOTH, "input", cuts.unknown, SCALES),
+    **_rows("conv1d conv2d conv3d", [F], "input weight bias=None", cuts.unknown, SCALES),
     # of the first operand alone
     **_rows([F.prelu], (), "input weight", cuts.by_shape),
     **_rows("to", [torch.Tensor], "input", cuts.same, LINEAR),

@@ -95,7 +95,7 @@ class DryRun:
 
     Args:
         ignored: axes on which nothing is checked.
-        called: makes a map that sends nothing of one: `dry.Called`.
+        called: makes a map that sends nothing of one: `forms.Called`.
         over: the only one that is checked, also as a part of other ones; None for all.
 
     Attributes:
@@ -188,8 +188,6 @@ class Watch(dispatch.TorchDispatchMode):
     """Inside, every operator gives what it makes a type, below autograd and functorch, also in pullbacks.
 
     Args:
-        where: the place that runs.
-        ignored: axes on which nothing is checked.
         alike: whether a tensor that varies on an axis is a copy of what all ranks have.
 
     Attributes:
@@ -198,11 +196,9 @@ class Watch(dispatch.TorchDispatchMode):
 
     supports_higher_order_operators = True  # each as one operation
 
-    def __init__(
-        self, where: Callable[[], Place], ignored: Axes, alike: Callable[[torch.Tensor, str], bool]
-    ) -> None:
+    def __init__(self, run: DryRun, alike: Callable[[torch.Tensor, str], bool]) -> None:
         super().__init__()
-        self._where, self._ignored, self._alike, self.draws = where, ignored, alike, False
+        self._run, self._alike, self.draws = run, alike, False
 
     def __torch_dispatch__(self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: Any = None) -> object:
         kwargs = kwargs or {}
@@ -221,7 +217,7 @@ class Watch(dispatch.TorchDispatchMode):
         if error is not None and any(map(pytree.is_real, made)):
             raise error
         if made or _writing(func):
-            joined.source = self._where()
+            joined.source = self._run.where()
             memory = {_memory(tensor): type_of(tensor) for tensor in operands} if _aliases(func) else {}
             for tensor in _written(func, args, kwargs):
                 own = type_of(tensor)
@@ -239,15 +235,16 @@ class Watch(dispatch.TorchDispatchMode):
         varying = frozenset[str]().union(*[own.varying for _, own in pairs])
         for axis in varying:  # copies of what all ranks have, which have no cotangent, are as good as that
             own = [x for x, each in pairs if axis in each.varying]
-            if len(own) < len(pairs) and all(not x.requires_grad and self._alike(x, axis) for x in own):
+            alike = not self.draws and all(not x.requires_grad and self._alike(x, axis) for x in own)
+            if len(own) < len(pairs) and alike:
                 varying -= {axis}
         error, leaf = None, next((own.leaf for _, own in pairs if own.varying and own.leaf), "")
         for tensor, own in pairs:
-            missing = varying - own.varying - self._ignored
+            missing = varying - own.varying - self._run.ignored
             if missing and error is None and tensor.requires_grad and torch.is_grad_enabled():
                 axis = min(missing)
                 other = next(each for _, each in pairs if axis in each.varying)
-                where = self._where()
+                where = self._run.where()
                 error = AxisTypeError(_missing_copy(name, where, axis, own, other), where)
         return Type(varying, not pairs, "", leaf), error
 
@@ -360,5 +357,5 @@ def place_of(error: BaseException) -> Place:
     return Place("", 0, "the function itself")
 
 
-_LOOKS = ("check", "dry", "forms", "maps", "own_size", "varying", "watched")
+_LOOKS = ("check", "forms", "maps", "own_size", "varying", "watched")
 _LOOKING = (__name__, *(f"fzero.parallel.{name}" for name in _LOOKS), "fzero.comm.axis", "fzero.comm.linear")

@@ -39,7 +39,7 @@ def on_rank(rank: int, fn: Fn) -> tuple[torch.Tensor, Params]:
     return loss, dict(fz.gather(pullback(torch.ones_like(loss))[0]))
 
 
-def is_equal(fn: Fn, ranks: int = 2) -> bool:
+def is_equal(fn: Fn, ranks: int = 2, rtol: float = 1e-10) -> bool:
     """Whether ranks have what one has; the other way is that they are refused."""
     (want,) = run_ranks(functools.partial(on_rank, fn=fn), 1)
     try:
@@ -48,7 +48,7 @@ def is_equal(fn: Fn, ranks: int = 2) -> bool:
         assert isinstance(error.__cause__, AxisTypeError) and "test_pure_functions.py:" in str(error.__cause__)
         return False
     for own in found:
-        assert_trees_close(own, want, rtol=1e-10, atol=1e-12)
+        assert_trees_close(own, want, rtol=rtol, atol=1e-12)
     return True
 
 
@@ -172,6 +172,15 @@ REFUSED: dict[str, Fn] = {
     "size as a key": lambda p, x, ax: to_row((h := up(p, x, ax)) * {3: 2.0}.get(h.shape[-1], 1.0), p, ax),
     "backward over features": lambda p, x, ax: to_row(Normed.apply(up(p, x, ax)), p, ax),  # type: ignore
     "hook": lambda p, x, ax: to_row(hooked(up(p, x, ax)), p, ax),
+    "a small term": lambda p, x, ax: (
+        to_row(up(p, x, ax), p, ax) + 1e-5 * P.sum(up(p, x, ax).softmax(-1)[:, 0].sum(), ax)
+    ),
+    "a small term in float32": lambda p, x, ax: (
+        to_row(up(p, x, ax), p, ax) + 1e-5 * P.sum(up(p, x, ax).float().softmax(-1)[:, 0].sum(), ax)
+    ),
+    "a norm that counts where it is large": lambda p, x, ax: to_row(
+        up(p, x, ax) * (10 / p["up"].norm().clamp(min=10)), p, ax
+    ),
     "merged dims": lambda p, x, ax: P.gather(up(p, x, ax).reshape(-1), ax, 0)[:6].square().sum(),
 }
 
@@ -179,6 +188,11 @@ REFUSED: dict[str, Fn] = {
 @pytest.mark.parametrize("name", EQUAL)
 def test_equal(name: str) -> None:
     assert is_equal(EQUAL[name])
+
+
+def test_a_function_that_takes_no_float64() -> None:
+    table = torch.ones(3, 1)  # a product of it and of float64 is an error
+    assert is_equal(lambda p, x, ax: P.sum((up(p, x, ax).float().t() @ table).square().sum(), ax), rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", REFUSED)
