@@ -43,15 +43,7 @@ class Plan(Protocol):
         """The output, and logarithms for `pull`, of plain tensors."""
         ...
 
-    def pull(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        logarithms: torch.Tensor,
-        cotangent: torch.Tensor,
-    ) -> Three:
+    def pull(self, of: Three, out: torch.Tensor, logarithms: torch.Tensor, cotangent: torch.Tensor) -> Three:
         """The cotangents of q, k and v, on plain tensors."""
         ...
 
@@ -277,9 +269,9 @@ class _Pull(Folding):
 
     @staticmethod
     def forward(plan: Plan, *tensors: torch.Tensor) -> Three:  # type: ignore[override]
-        q, k, v, cotangent, out, logarithms = tensors
+        *of, cotangent, out, logarithms = tensors
         with private.without_autocast():
-            return plan.pull(q, k, v, out, logarithms, cotangent)
+            return plan.pull((*of,), out, logarithms, cotangent)  # type: ignore[arg-type]
 
     @staticmethod
     def setup_context(ctx: private.Context, inputs: Sequence[torch.Tensor], output: object) -> None:

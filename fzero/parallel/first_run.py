@@ -94,7 +94,7 @@ def _first_run(step: Spec, params: Sharded, inputs: Sequence[object], run: DryRu
                     run.note_sizes(over, given.slices.sizes(over.size))
                     if len(given.slices.parts) > 1:  # no piece, but one of each part
                         set_forms(leaf, {})
-        out, learns = None, False
+        out, outputs, learns = None, None, False
         with watched(run) as watch, divergence.silent():
             try:
                 with during(playing, run):  # type: ignore[arg-type]
@@ -109,6 +109,8 @@ def _first_run(step: Spec, params: Sharded, inputs: Sequence[object], run: DryRu
         if run.doubts:
             pairs = zip(*pytree.named_leaves(out)[:2], strict=True)
             own = [path or "*" for path, x in pairs if isinstance(x, torch.Tensor) and type_of(x).varying]
+            if run.unlikely and any(x.requires_grad and type_of(x).varying for x in tensors_in(outputs)):
+                raise run.unlikely[0]  # one process has no values like these
             outputs_of: dict[str, Dims] = {path: {over.name: None} for path in own}
             _need_one_process(fn, step, params, leaves, run.doubts[0], outputs_of, over, watch.draws)
         return learns

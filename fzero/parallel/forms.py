@@ -176,20 +176,23 @@ class Forms(TorchFunctionMode):
     def _refuse_partial(
         self, func: Function, operands: Sequence[torch.Tensor], forms: Sequence[Form], axis: str, out: object
     ) -> None:
-        """Refuses what is not known to be right of partial values, where no values will tell."""
+        """Refuses what is not known to be right of partial values, at once where no values will tell."""
         run, partial = self._run, [x for x, form in zip(operands, forms, strict=True) if form == PARTIAL]
         unknown = None in forms and rules.of_sums(func)  # which may be partial, too
-        if run.automatic or run.pulls_back or run.doubts or not partial or unknown:
+        if run.pulls_back or (run.doubts and not run.automatic) or not partial or unknown:
             return
         if torch.is_grad_enabled() and partial[0].requires_grad and any(x.requires_grad for x in tensors_in(out)):
             where = run.where()
-            raise AxisTypeError(
+            error = AxisTypeError(
                 f"{WHO}: {where}: {name_of(func)} takes a value that is partial on axis {axis!r}, a summand on each "
                 f"rank (of {type_of(partial[0]).source}), and gives no summand of what it gives of the sum, or is not "
                 "known to: what else is added would be added once for each rank. A conversion is missing: "
                 "fz.parallel.sum, or reduce_scatter, of the partial value comes first.",
                 where,
             )
+            if not run.automatic:
+                raise error
+            run.unlikely.append(error)
 
 
 def _in_place(func: Function, kwargs: Named) -> bool:
@@ -295,9 +298,11 @@ class Called:
             raise NotImplementedError("a tensor that was computed where types are not known")
         wrong_on = axes & own.varying if self.takes == INVARIANT else axes - own.varying
         if wrong_on and not own.constant:
-            raise AxisTypeError(self._refusal(min(wrong_on), own), self.place)
+            raise AxisTypeError(self._refusal(min(wrong_on), own, "invariant"), self.place)
         if not self.transposed and not all(self._fits(form_of(x, axis)) for axis in axes):
             self.run.doubt(f"fz.parallel.{self.name}")
+            if self.name in _ADDING and REPLICATED in [form_of(x, axis) for axis in axes]:
+                self.run.unlikely.append(AxisTypeError(self._refusal(min(axes), own, "replicated"), self.place))
         if self.part.sizes is not None:
             self.run.note_sizes(self.ax, self.part.sizes)
         with torch.no_grad(), private.under_function_modes(()):
@@ -338,7 +343,7 @@ class Called:
                 forms[axis] = form_of(x, axis)
         return forms
 
-    def _refusal(self, axis: str, own: Type) -> str:
+    def _refusal(self, axis: str, own: Type, found: str) -> str:
         verb = f"fz.parallel.{self.name}"
         if self.transposed:
             return (
@@ -354,6 +359,6 @@ class Called:
         what = _ADDING.get(self.name)
         why = f"would be {what} as often as there are ranks" if what else "is the same on all ranks"
         return (
-            f"{got}is invariant (from {own.source}), which {why}. That is one conversion too many; or, where ranks "
+            f"{got}is {found} (from {own.source}), which {why}. That is one conversion too many; or, where ranks "
             "compute different things with it, fz.parallel.copy or split is missing before it."
         )

@@ -241,15 +241,8 @@ class RingPlan:
                 blocks.attend(own, queries[:, :, rows], keys[:, columns], values[:, columns], seen, self.scale)
         return blocks.finish(state, q.dtype, k.shape[:2])
 
-    def pull(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        logarithms: torch.Tensor,
-        cotangent: torch.Tensor,
-    ) -> Three:
+    def pull(self, of: Three, out: torch.Tensor, logarithms: torch.Tensor, cotangent: torch.Tensor) -> Three:
+        q, k, v = of
         if (causal := self._at_once(q, v)) is not None:
             by_q, by_k, by_v = flash.pullback(cotangent, q, k, v, out, logarithms, causal, self.scale)
             return by_q, by_k.to(k.dtype), by_v.to(v.dtype)

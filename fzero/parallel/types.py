@@ -102,6 +102,7 @@ class DryRun:
         automatic: it runs by itself, before a function's first run.
         guessed: it has asked for sizes of other ranks, which nobody tells.
         doubts: what the caller's code does that types do not know, and where.
+        unlikely: what is wrong but by chance, of which values tell unless each rank returns its own.
     """
 
     def __init__(self, ignored: Axes, until: CodeType, called: Callable[..., Run], over: Axis | None = None) -> None:
@@ -109,6 +110,7 @@ class DryRun:
         self.ignored, self.pulls_back, self._until, self._over = ignored, False, until, over
         self.automatic = over is not None
         self.doubts: list[tuple[Place, str]] = []
+        self.unlikely: list[AxisTypeError] = []
         self.conversions: list[Conversion] = []
         self.axes: dict[str, int] = {}  # single ones that maps go over and that no mean is taken over, and their sizes
         self._sizes: dict[tuple[str, int], list[int]] = {}

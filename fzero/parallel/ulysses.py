@@ -190,19 +190,11 @@ class UlyssesPlan:
             self._return(parts, [_shared(self.inner.attend, parts[self.ax.rank], self._heads(parts, q, k, v))], [out])
         return out, q.new_empty(0)
 
-    def pull(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        logarithms: torch.Tensor,
-        cotangent: torch.Tensor,
-    ) -> Three:
-        grads = [torch.zeros_like(x, dtype=blocks.wide(x.dtype)) for x in (q, k, v)]
+    def pull(self, of: Three, out: torch.Tensor, logarithms: torch.Tensor, cotangent: torch.Tensor) -> Three:
+        grads = [torch.zeros_like(x, dtype=blocks.wide(x.dtype)) for x in of]
         for parts in self.deal.parts():
-            self._return(parts, self._pulled(parts, q, k, v, cotangent), grads)
-        by_q, by_k, by_v = [total.to(x.dtype) for total, x in zip(grads, (q, k, v), strict=True)]
+            self._return(parts, self._pulled(parts, *of, cotangent), grads)
+        by_q, by_k, by_v = [total.to(x.dtype) for total, x in zip(grads, of, strict=True)]
         return by_q, by_k, by_v
 
     def _pulled(self, parts: Sequence[Part], *tensors: torch.Tensor) -> Sequence[torch.Tensor]:

@@ -133,6 +133,7 @@ EQUAL: dict[str, Fn] = {f.__name__: f for f in (embedded, experts, probabilities
     "where zeros": lambda p, x, ax: to_row(torch.where((h := up(p, x, ax)) > 0, h, torch.zeros_like(h)), p, ax),
     "ones of a sum": lambda p, x, ax: total((y := up(p, x, ax) @ p["down"]), ax) / torch.ones_like(y).sum(),
     "own backward": lambda p, x, ax: to_row(Scaled.apply(up(p, x, ax)), p, ax),  # type: ignore[no-untyped-call]
+    "mean of copies": lambda p, x, ax: to_row(up(p, P.sum(P.copy(x, ax) / ax.size, ax), ax), p, ax),
     "in another order": lambda p, x, ax: P.sum(up(p, x, ax).sort(0)[0].square().sum(), ax),
 }
 REFUSED: dict[str, Fn] = {
@@ -181,6 +182,10 @@ REFUSED: dict[str, Fn] = {
     "a norm that counts where it is large": lambda p, x, ax: to_row(
         up(p, x, ax) * (10 / p["up"].norm().clamp(min=10)), p, ax
     ),
+    "a bias in its own part": lambda p, x, ax: up(p, x, ax) @ p["down"] + P.copy(p["bias"], ax),
+    "its own part, bent": lambda p, x, ax: torch.tanh(up(p, x, ax) @ p["down"]),
+    "its own slice by a sum of copies": lambda p, x, ax: up(p, x, ax) * P.copy(P.sum(P.copy(x, ax), ax).sum(), ax),
+    "sum of copies": lambda p, x, ax: P.sum(P.copy(x, ax), ax).sum() + to_row(up(p, x, ax), p, ax),
     "merged dims": lambda p, x, ax: P.gather(up(p, x, ax).reshape(-1), ax, 0)[:6].square().sum(),
 }
 
