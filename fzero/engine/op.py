@@ -20,9 +20,8 @@ from fzero.base.follow import is_pushed
 from fzero.base.node import Tensors, apply
 from fzero.base.places import Place, definition_of
 from fzero.base.random import seeded
-from fzero.base.recording import Recording
 from fzero.base.refusals import noted
-from fzero.base.replay import Keeping, Replaying
+from fzero.base.replay import Keeping, Recording, Replaying
 from fzero.base.thread_state import SET_GRAD_ENABLED
 from fzero.comm.axis import done
 from fzero.engine.activations import Inputs, Saved

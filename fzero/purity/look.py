@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
 from torch.utils import _python_dispatch as dispatch
 
-from fzero.base import as_written, hooks, private, pytree
+from fzero.base import hooks, private, pytree
+from fzero.base.as_written import Functions
 from fzero.base.carriers import flatten
 from fzero.base.context import during, variable
 from fzero.base.follow import tangents_of
@@ -253,34 +253,6 @@ class Look(dispatch.TorchDispatchMode):
                 "Give it as an argument and return its new value. A module's is a buffer: self.register_buffer, "
                 "then fz.functional(module, buffers=True) and fz.carry.",
             )
-
-
-class Functions(TorchFunctionMode):
-    """Shows functions of torch, above all levels.
-
-    Args:
-        called: given a function and its operands, the operands to call it with.
-    """
-
-    def __init__(self, called: Callable[[Function, Operands, Named], tuple[Operands, Named]]) -> None:
-        super().__init__()
-        self._called = called
-
-    def __enter__(self) -> Functions:
-        as_written.begin(self)  # nothing compiled runs: Dynamo takes wrong steps under modes
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
-        as_written.end(self)
-
-    def __torch_function__(self, func: Function, types: object, args: Operands = (), kwargs: Named = None) -> object:
-        args, kwargs = self._called(func, args, kwargs)
-        return func(*args, **(kwargs or {}))
-
-
-Functions.__torch_function__._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 # what looks at the function that is running

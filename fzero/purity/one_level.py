@@ -7,8 +7,9 @@ import sys
 
 import torch
 
+from fzero.base.as_written import Functions
 from fzero.base.refusals import is_library, noted, place_of
-from fzero.purity.look import HOOKS, Functions
+from fzero.purity.look import HOOKS
 from fzero.table.handle import Function, Named, Operands, name_of
 
 _OF_ONE_LEVEL = {
