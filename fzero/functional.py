@@ -276,7 +276,7 @@ class _Copy:
         self.pieces = Pieces(cuts.axis) if cuts is not None and cuts.sequence else None
         self.paths, self._patched = set[str](), set[int]()
         self._forwards: dict[int, Function] = {}  # of those, as they were
-        self.untouched = Untouched(module, constants, of._originals, carries)
+        self.untouched = Untouched(module, constants, of._originals)
         root = self._unit("", module, lambda *args, **kwargs: module(*args, **kwargs))
         self.call, self.root = root.call, root._replace(call=_as_one(root.call), fast=_as_one(root.fast))
 

@@ -94,6 +94,7 @@ class Look(dispatch.TorchDispatchMode):
         operations: all of them, in order.
         captured: what the function was not given and did not make, by the memory of a tensor.
         made: what depends on something given: whoever keeps it keeps this run's values.
+        labels: what names constants of the function, by their memory.
         held: memory that lives as long as this, so that nothing else comes to lie there.
         reruns: whether something may run again in its pullback (hooks of saved tensors, torch.utils.checkpoint).
     """
@@ -110,6 +111,7 @@ class Look(dispatch.TorchDispatchMode):
         super().__init__()
         self.operations: list[Operation] = []
         self.captured: dict[int, Seen] = {}
+        self.labels: dict[int, str] = {}
         self.made: list[Seen] = []
         self.held: list[torch.UntypedStorage] = []
         self.constants: dict[int, weakref.ref[torch.Tensor]] = {}  # those that it captures, as the caller has them
@@ -247,11 +249,12 @@ class Look(dispatch.TorchDispatchMode):
                 "statistics are buffers: fz.functional(module, buffers=True), fz.carry.",
             )
         if memory in self.captured or memory not in self._own:
+            what = self.labels.get(memory, f"a tensor of shape {tuple(x.shape)} that it closes over")
             raise impure(
-                f"writes to a tensor of shape {tuple(x.shape)} that it closes over, by {name.partition('::')[2]}",
+                f"writes to {what}, by {name.partition('::')[2]}",
                 place,
-                "Give it as an argument and return its new value. A module's is a buffer: self.register_buffer, "
-                "then fz.functional(module, buffers=True) and fz.carry.",
+                "Give it as an argument and return its new value. A module's is a buffer: self.register_buffer, then "
+                "fz.functional(module, buffers=True) and fz.carry; or call module.eval() before fz.functional.",
             )
 
 
