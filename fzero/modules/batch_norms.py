@@ -40,28 +40,15 @@ def synchronise(module: nn.Module, every: bool) -> Callable[[Function], Function
     """
     for path, layer in _synchronised(module, every):
         layer.forward = _forward_of(path, layer)
-    return functools.partial(_inside, functools.partial(_label, module)) if every else lambda run: run
+    return _inside if every else lambda run: run
 
 
-def _inside(label: Callable[[Sequence[object]], str], run: Function) -> Function:
+def _inside(run: Function) -> Function:
     def call(*args: object, **kwargs: object) -> object:
-        with OverRanks(label):
+        with OverRanks():
             return run(*args, **kwargs)
 
     return call
-
-
-def _label(module: nn.Module, given: Sequence[object]) -> str:
-    """What an operation is called that no layer calls: by what it is given of the module."""
-    names = {
-        id(x): f"{path}.{name}" if path else name
-        for path, own in module.named_modules()
-        for registry in (own._buffers, own._parameters)
-        for name, x in registry.items()
-        if x is not None
-    }
-    found = [names[id(x)] for x in given if id(x) in names]
-    return f"a batch norm with {found[0]!r}" if found else "a batch norm without a layer"
 
 
 def need_own_forwards(module: nn.Module) -> None:
