@@ -170,6 +170,15 @@ def counted(tensor: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def detached(x: torch.Tensor) -> torch.Tensor:
+    """A tensor's values without a gradient, whose writes count as the tensor's: `x.detach()` in an operator's kernel.
+
+    There autograd is passed already, and what that makes counts by itself.
+    """
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return x.detach()
+
+
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     """The plain tensor below every functorch level."""
     while _functorch.is_functorch_wrapped_tensor(tensor):

@@ -17,7 +17,7 @@ from typing import NamedTuple, ParamSpec, TypeVar
 import torch
 from torch.utils import _python_dispatch as dispatch
 
-from fzero.base import as_written, hooks, intercept, private
+from fzero.base import as_written, hooks, private
 from fzero.base.context import during, variable
 from fzero.base.node import edges_to
 from fzero.base.operators import Function, flops_of, is_zero, kind_of
@@ -316,7 +316,7 @@ class Replaying(Tracing):
     def _run(self, number: int | None, func: Function, args: Sequence[object], kwargs: Named) -> object:
         if number is not None and self.matches:
             if number in self._held:
-                own = [intercept.detached(x) if isinstance(x, torch.Tensor) else x for x in self._held[number]]
+                own = [private.detached(x) if isinstance(x, torch.Tensor) else x for x in self._held[number]]
                 return tuple(own) if len(own) > 1 else own[0]
             if number in self._blanks:
                 a, b = tensors_in(*args)[-2:]
@@ -325,7 +325,7 @@ class Replaying(Tracing):
 
 
 def _held(x: object) -> object:
-    return Held(own := intercept.detached(x), private.version(own)) if isinstance(x, torch.Tensor) else x
+    return Held(own := private.detached(x), private.version(own)) if isinstance(x, torch.Tensor) else x
 
 
 # ---- the memory of tensors
