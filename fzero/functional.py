@@ -25,14 +25,13 @@ from fzero.base.thread_state import without_dispatch_modes
 from fzero.engine.compiled import compiled
 from fzero.engine.dispatch import CHECKPOINTED, plain_call
 from fzero.engine.traversal import here, leaves_below, origins_of, running, tensor_axis_of
-from fzero.modules.batch_norms import need_own_forwards, synchronise
+from fzero.modules.batch_norms import synchronise
 from fzero.modules.buffers import Carried, call_carrying, need_apart, values_of
 from fzero.modules.conversion import CutLeaf, fresh
 from fzero.modules.converted import Cuts, converted, cut_leaves, need_slices
 from fzero.modules.hints import hints_of_module
-from fzero.modules.kept import forgetting
 from fzero.modules.places import Absent, Places, full, need_names
-from fzero.modules.private_copy import need_no_way_back, private_copy, refuse_kinds
+from fzero.modules.private_copy import forgetting, need_no_way_back, private_copy, refuse_kinds
 from fzero.modules.unit_paths import module_units
 from fzero.modules.untouched import Originals, Untouched, originals_of
 from fzero.parallel import piece, watched
@@ -114,7 +113,6 @@ def functional(module: nn.Module, buffers: bool = False, sync_batch_norm: bool =
     need_bool(buffers, "functional", "buffers")
     need_bool(sync_batch_norm, "functional", "sync_batch_norm")
     refuse_kinds(module)
-    need_own_forwards(module)
     frozen = [name for name, param in module.named_parameters() if not param.requires_grad]
     leaves = ((name, param.detach()) for name, param in module.named_parameters())
     params = ModuleParams(leaves, frozen=frozen, hints=hints_of_module(module))

@@ -218,11 +218,6 @@ def is_differentiated(tensor: torch.Tensor) -> bool:
         tensor = _functorch.get_unwrapped(tensor)
 
 
-def node_of(ctx: object) -> object:
-    """The node of the graph that a Function's context is, or that functorch's own context stands before."""
-    return getattr(ctx, "_pt_inner_ctx", ctx)
-
-
 # inside a backward: whether the running pass will come to a node of the graph
 will_run: Callable[[object], bool] = torch._C._will_engine_execute_node  # type: ignore[attr-defined]
 

@@ -34,8 +34,7 @@ from fzero.engine.traversal import Traversal, inside
 from fzero.engine.written import Memories, leaf_of
 from fzero.purity import check
 from fzero.purity.collectives import current as collectives
-from fzero.purity.look import Impure, refusal
-from fzero.purity.one_level import one_level
+from fzero.purity.look import Impure, one_level, refusal
 from fzero.purity.trial import Trial
 from fzero.stores.put import DEVICE
 from fzero.table.layout import Key

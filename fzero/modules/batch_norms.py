@@ -51,22 +51,6 @@ def _inside(run: Function) -> Function:
     return call
 
 
-def need_own_forwards(module: nn.Module) -> None:
-    """Refuses `nn.SyncBatchNorm` that nothing but torch's own collectives runs.
-
-    Raises:
-        ValueError: naming it.
-    """
-    for path, layer in _synchronised(module, False):
-        if layer.training and not _is_torchs(layer):
-            raise ValueError(
-                f"fz.functional: {f'submodule {path!r}' if path else 'the module'} is a {type(layer).__name__}, an "
-                "nn.SyncBatchNorm with a forward of its own around torch's, whose collectives are no functions that "
-                "torch.func goes through. Take the module as it was before its batch norms were converted, and say "
-                "fz.functional(module, sync_batch_norm=True)."
-            )
-
-
 def _synchronised(module: nn.Module, every: bool) -> list[tuple[str, nn.Module]]:
     kinds = _BatchNorm if every else nn.SyncBatchNorm
     return [(path, layer) for path, layer in module.named_modules() if isinstance(layer, kinds)]

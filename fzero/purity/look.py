@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple
@@ -25,7 +27,7 @@ from fzero.base.follow import tangents_of
 from fzero.base.node import Op, edges_to
 from fzero.base.operators import Operator, kind_of
 from fzero.base.places import NOWHERE, Place, place_here
-from fzero.base.refusals import heard, noted
+from fzero.base.refusals import heard, is_library, noted, place_of
 from fzero.comm.backend import COLLECTIVES
 from fzero.purity.collectives import current
 from fzero.table.handle import READABLE, Function, Named, Operands, StandIn, name_of, storage_of, writes
@@ -354,3 +356,37 @@ def _moves(x: torch.Tensor) -> bool:
         return private.is_mapped(x) or private.is_differentiated(x)
     except RuntimeError:  # within a map of forward-mode derivatives, which torch has no rule for
         return x.requires_grad
+
+
+# ---- in a unit that more than one derivative goes through
+
+_OF_ONE_LEVEL = {
+    *HOOKS,
+    *(torch.Tensor.data.__get__, torch.Tensor.data.__set__),  # type: ignore[attr-defined]
+    *(torch.Tensor.detach_, torch.detach_),
+    torch.Tensor.grad_fn.__get__,  # type: ignore[attr-defined] # whose hooks are no operations
+}
+
+
+def one_level(unit: str) -> Functions:
+    """Refuses, in a unit that more than one derivative goes through, what acts on the one alone that sees it.
+
+    A hook of a tensor, or what `x.data` leaves out, belongs to the derivative that is the innermost as the unit runs.
+    A unit runs again for each of them by itself, and would have it in all, or in others.
+    """
+    return Functions(functools.partial(_refuse_levels, unit))
+
+
+def _refuse_levels(unit: str, func: Function, args: Operands, kwargs: Named) -> tuple[Operands, Named]:
+    differentiated = func in _OF_ONE_LEVEL and isinstance(args[0], torch.Tensor) and args[0].requires_grad
+    # what only reads may be a library, such as a step within the unit
+    if differentiated and (func in HOOKS or not is_library(sys._getframe(2).f_code.co_filename)):
+        raise noted(
+            ValueError(
+                f"Unit {unit!r} takes {name_of(func)!r} of a tensor that is differentiated{place_of()}, where more "
+                "than one derivative goes through it (torch.func.grad around it, fz.hvp, create_graph=True). That acts "
+                "on one of them alone, and a unit runs again for each. Compute the same by operations (detach() for "
+                ".data, an autograd.Function for a hook), or do it outside of units."
+            )
+        )
+    return args, kwargs
