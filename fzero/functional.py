@@ -29,10 +29,9 @@ from fzero.modules.batch_norms import synchronise
 from fzero.modules.buffers import Carried, call_carrying, need_apart, values_of
 from fzero.modules.conversion import CutLeaf, fresh
 from fzero.modules.converted import Cuts, converted, cut_leaves, need_slices
-from fzero.modules.hints import hints_of_module
+from fzero.modules.hints import hints_of_module, module_units
 from fzero.modules.places import Absent, Places, full, need_names
 from fzero.modules.private_copy import forgetting, need_no_way_back, private_copy, refuse_kinds
-from fzero.modules.unit_paths import module_units
 from fzero.modules.untouched import Originals, Untouched, originals_of
 from fzero.parallel import piece, watched
 from fzero.parallel.piece import Pieces

@@ -91,7 +91,7 @@ class UnitOp(PulledOp):
         self._noted = marks_of(self._notes, [flat[place] for place in signature.tensors]) if self._notes else ()
         self._fulls, self._arriving, self.wanted = {}, {}, signature.wanted
         transformed = signature.transformed
-        self._surroundings = Surroundings(self.recompute or transformed) if signature.wanted or transformed else None
+        self._surroundings = Surroundings() if signature.wanted or transformed else None
         self.number = traversal.schedule.called(signature.keys, self)
 
     def fn(self, *tensors: torch.Tensor) -> Tensors:  # type: ignore[override]
