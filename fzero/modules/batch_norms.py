@@ -17,11 +17,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fzero.base import private, pytree
 from fzero.base.context import during
-from fzero.comm import backend
 from fzero.comm.axis import Axis
 from fzero.comm.pieces import most
 from fzero.engine.compiled import leave_out
-from fzero.parallel.axis import is_spanned
 from fzero.parallel.batch_norm import Call, OverRanks, ranks_of_means, running
 from fzero.table.handle import Function
 
@@ -39,6 +37,11 @@ def synchronise(module: nn.Module, every: bool) -> Callable[[Function], Function
         What has others that a function of the module calls do so, too, where those of all kinds do.
     """
     for path, layer in _synchronised(module, every):
+        if layer.training and getattr(layer, "process_group", None) is not None:
+            raise ValueError(
+                f"apply: batch norm {path!r} has a process_group, and takes its statistics over the ranks that the "
+                "running step takes means over; expected none. Leave process_group out."
+            )
         layer.forward = _forward_of(path, layer)
     return _inside if every else lambda run: run
 
@@ -75,8 +78,6 @@ def _over_ranks(
     path: str, run: Callable[..., object], layer: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> object:
     axes = ranks_of_means() if layer.training else ()
-    if axes:
-        _need_spanned(path, layer, axes)
     call = Call(path, axes, layer.running_mean)
     with during(running, call), OverRanks() if axes else contextlib.nullcontext():
         out = run(*args, **kwargs)
@@ -87,17 +88,6 @@ def _over_ranks(
             "alone. Call one of them, give it another base class than torch's, or leave out sync_batch_norm=True."
         )
     return out
-
-
-def _need_spanned(path: str, layer: nn.Module, axes: Sequence[Axis]) -> None:
-    own = backend.members(getattr(layer, "process_group", None))
-    if own and not is_spanned([ax.members for ax in axes], own):
-        means = " and ".join([str(list(ax.members)) for ax in axes])
-        raise ValueError(
-            f"apply: batch norm {path!r} has a process_group of ranks {list(own)}, and the running step takes means "
-            f"over ranks {means}; expected the same ranks, as its statistics are those of the step's whole batch. "
-            "Leave process_group out."
-        )
 
 
 leave_out(__name__, "_over_ranks")
