@@ -96,7 +96,7 @@ class Look(dispatch.TorchDispatchMode):
         operations: all of them, in order.
         captured: what the function was not given and did not make, by the memory of a tensor.
         made: what depends on something given: whoever keeps it keeps this run's values.
-        labels: what names constants of the function, by their memory.
+        labels: what names constants of the function, by their memory, also those that were made in its run.
         held: memory that lives as long as this, so that nothing else comes to lie there.
         reruns: whether something may run again in its pullback (hooks of saved tensors, torch.utils.checkpoint).
     """
@@ -250,7 +250,7 @@ class Look(dispatch.TorchDispatchMode):
                 f"{params}Write to a copy (x = x.clone()), or use the operation that is not in place. Running "
                 "statistics are buffers: fz.functional(module, buffers=True), fz.carry.",
             )
-        if memory in self.captured or memory not in self._own:
+        if memory in self.labels or memory in self.captured or memory not in self._own:
             what = self.labels.get(memory, f"a tensor of shape {tuple(x.shape)} that it closes over")
             raise impure(
                 f"writes to {what}, by {name.partition('::')[2]}",

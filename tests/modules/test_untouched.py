@@ -43,9 +43,13 @@ class Changes(nn.Module):
 def test_a_change_is_refused_by_name_and_undone(what: str, said: str) -> None:
     module = Changes(what)
     apply, params = fz.functional(module)
+    other, _ = fz.functional(module)
+    step = fz.train_step(lambda p, x: other(p, x).sum(), fz.sgd(0.1))
     for _ in range(2):  # the second call finds the module as it was
         with pytest.raises(ValueError, match=said):
             apply(params, torch.ones(1, 1))
+        with pytest.raises(ValueError, match=said):  # also where it is copied in a run that is looked at
+            step(step.init(params), torch.ones(1, 1))
     assert module.seen == 0 and module.calls == 0
 
 
