@@ -25,15 +25,13 @@ from fzero.base.thread_state import without_dispatch_modes
 from fzero.engine.compiled import compiled
 from fzero.engine.dispatch import CHECKPOINTED, plain_call
 from fzero.engine.traversal import here, leaves_below, origins_of, running, tensor_axis_of
-from fzero.modules.batch_norms import need_own_forwards, synchronise
+from fzero.modules.batch_norms import synchronise
 from fzero.modules.buffers import Carried, call_carrying, need_apart, values_of
 from fzero.modules.conversion import CutLeaf, fresh
 from fzero.modules.converted import Cuts, converted, cut_leaves, need_slices
-from fzero.modules.hints import hints_of_module
-from fzero.modules.kept import forgetting
+from fzero.modules.hints import hints_of_module, module_units
 from fzero.modules.places import Absent, Places, full, need_names
-from fzero.modules.private_copy import need_no_way_back, private_copy, refuse_kinds
-from fzero.modules.unit_paths import module_units
+from fzero.modules.private_copy import forgetting, need_no_way_back, private_copy, refuse_kinds
 from fzero.modules.untouched import Originals, Untouched, originals_of
 from fzero.parallel import piece, watched
 from fzero.parallel.piece import Pieces
@@ -114,7 +112,6 @@ def functional(module: nn.Module, buffers: bool = False, sync_batch_norm: bool =
     need_bool(buffers, "functional", "buffers")
     need_bool(sync_batch_norm, "functional", "sync_batch_norm")
     refuse_kinds(module)
-    need_own_forwards(module)
     frozen = [name for name, param in module.named_parameters() if not param.requires_grad]
     leaves = ((name, param.detach()) for name, param in module.named_parameters())
     params = ModuleParams(leaves, frozen=frozen, hints=hints_of_module(module))
@@ -276,7 +273,7 @@ class _Copy:
         self.pieces = Pieces(cuts.axis) if cuts is not None and cuts.sequence else None
         self.paths, self._patched = set[str](), set[int]()
         self._forwards: dict[int, Function] = {}  # of those, as they were
-        self.untouched = Untouched(module, constants, of._originals, carries)
+        self.untouched = Untouched(module, constants, of._originals)
         root = self._unit("", module, lambda *args, **kwargs: module(*args, **kwargs))
         self.call, self.root = root.call, root._replace(call=_as_one(root.call), fast=_as_one(root.fast))
 

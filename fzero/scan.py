@@ -16,7 +16,7 @@ from fzero.base.context import during, jitting
 from fzero.base.follow import follows, is_transformed
 from fzero.base.node import Op, Tensors, active, apply, first_order
 from fzero.base.pytree import is_real
-from fzero.base.rebound import rebound, tensors_held, tensors_hidden, tensors_reached
+from fzero.base.rebound import rebound, tensors_held, tensors_reached
 from fzero.engine.hidden import looking
 from fzero.state.checks import need_derivative, transform_of
 from fzero.state.metrics import Metrics
@@ -146,8 +146,8 @@ def _refuse_hidden(step: Step, state: TrainState, batches: Sequence[Batch]) -> N
     own = (step.optimizer, step.fn, step.extras)
     held = {id(x): x for x in tensors_held(own) if follows(x)}
     need_derivative(step, state.layout.rows, "scan", state=state, optimizer=[*held.values()], batches=list(batches))
-    for x in tensors_hidden((step.optimizer, step.extras)):
-        if follows(x):
+    for x in tensors_reached((step.optimizer, step.extras)):
+        if follows(x) and id(x) not in held:
             raise _hidden(x)
     before = {id(x): x for x in tensors_reached(step.fn)}
     # what the step is given are others than those that it may come to as well

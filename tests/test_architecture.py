@@ -125,10 +125,10 @@ def test_one_place_for_torch_distributed() -> None:
 def test_one_place_for_private_torch() -> None:
     """What torch keeps to itself; the fused kernels and foreach functions are told by their names alone."""
     private = r"\btorch\._(?!_file__|foreach|fused)[a-zC]|\btorch\.(?!testing)[a-z_.]*\._[a-z]"
-    random, pytrees = {"base/intercept.py"}, {"base/pytree.py"}  # dispatch keys
+    random, pytrees = {"base/random.py"}, {"base/pytree.py"}  # dispatch keys
     kernels = {"base/flash.py"}
     testing = {"planning/live.py", "testing/_ranks.py"}  # a dispatch mode, and ranks that are threads
-    operators = {f"base/{name}.py" for name in ("operators", "replay", "recording", "flops")}  # and dispatch modes
+    operators = {f"base/{name}.py" for name in ("operators", "replay")}  # and dispatch modes
     private_files = {
         "base/private.py",
         "graph/of_torch.py",

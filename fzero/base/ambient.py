@@ -1,4 +1,4 @@
-"""Settings of torch that a second run of an operator finds as the first did: dtype, seen functions, attention."""
+"""Settings of torch that a second run of an operator finds as the first did, and attention that has one value."""
 
 from __future__ import annotations
 
@@ -10,12 +10,6 @@ from typing import ClassVar
 import torch
 
 _C = torch._C
-# which attention scaled_dot_product_attention takes, by what reads and sets each
-_ATTENTIONS = [
-    (getattr(_C, name), getattr(_C, f"_set_sdp_use_{name.removeprefix('_get_').removesuffix('_sdp_enabled')}"))
-    for name in dir(_C)
-    if name.startswith("_get_") and name.endswith("_sdp_enabled")
-]
 
 
 class _Setting:
@@ -35,19 +29,6 @@ class _Setting:
     def __exit__(self, *error: object) -> None:
         if self._before != self._value:
             self.take(self._before)
-
-
-class attentions(_Setting):
-    """Those that may be taken (`torch.nn.attention.sdpa_kernel`), which is the process's."""
-
-    @staticmethod
-    def now() -> list[bool]:
-        return [read() for read, _ in _ATTENTIONS]
-
-    @staticmethod
-    def take(allowed: list[bool]) -> None:
-        for (_, set_), own in zip(_ATTENTIONS, allowed, strict=True):
-            set_(own)
 
 
 class default_dtype(_Setting):

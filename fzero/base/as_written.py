@@ -1,4 +1,4 @@
-"""What torch.compile has compiled runs as it is written, on threads that ask for it: the private parts of torch for it.
+"""What torch.compile has compiled runs as it is written, on threads that ask for it, as where functions are looked at.
 
 Dynamo's stance is the process's. What stands in its place meanwhile answers each thread by itself, and where no thread
 asks any more it is the stance that it was put over: whoever puts it back later, as the end of a
@@ -9,8 +9,12 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable, Mapping
 
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch.overrides import TorchFunctionMode
+
+Called = tuple[tuple[object, ...], Mapping[str, object] | None]  # the operands of a function
 
 _lock = threading.Lock()
 _threads: dict[int, int] = {}  # id of what asks -> its thread
@@ -68,3 +72,33 @@ def end(owner: object) -> None:
         eval_frame = sys.modules["torch._dynamo.eval_frame"]
         if isinstance(eval_frame._stance, _Stance):
             setattr(eval_frame, "_stance", eval_frame._stance.over)  # noqa: B010 - also where something is compiled
+
+
+class Functions(TorchFunctionMode):
+    """Shows functions of torch, above all levels.
+
+    Args:
+        called: given a function and its operands, the operands to call it with.
+    """
+
+    def __init__(self, called: Callable[..., Called]) -> None:
+        super().__init__()
+        self._called = called
+
+    def __enter__(self) -> Functions:
+        begin(self)  # Dynamo takes wrong steps under modes
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        end(self)
+
+    def __torch_function__(
+        self, func: Callable[..., object], types: object, args: tuple[object, ...] = (), kwargs: object = None
+    ) -> object:
+        args, named = self._called(func, args, kwargs)
+        return func(*args, **(named or {}))
+
+
+Functions.__torch_function__._torchdynamo_disable = True  # type: ignore[attr-defined]

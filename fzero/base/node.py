@@ -204,7 +204,8 @@ class Node(torch.autograd.Function):
     def setup_context(ctx: private.Context, inputs: tuple[Op, Sequence[int], *Tensors], output: Tensors) -> None:
         op, tensors = inputs[0], inputs[2:]
         if op.node is None:  # of several levels the lowest, which comes first
-            op.node = weakref.ref(private.node_of(ctx))  # type: ignore[assignment]
+            # the node that functorch's own context stands before
+            op.node = weakref.ref(getattr(ctx, "_pt_inner_ctx", ctx))  # type: ignore[assignment]
         if stand_ins := op.stand_ins:  # of an op that one level differentiates backward
             ctx.save_for_backward(*[stand_ins.get(i, x) for i, x in enumerate(tensors)])
         else:

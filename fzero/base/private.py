@@ -170,6 +170,15 @@ def counted(tensor: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def detached(x: torch.Tensor) -> torch.Tensor:
+    """A tensor's values without a gradient, whose writes count as the tensor's: `x.detach()` in an operator's kernel.
+
+    There autograd is passed already, and what that makes counts by itself.
+    """
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return x.detach()
+
+
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     """The plain tensor below every functorch level."""
     while _functorch.is_functorch_wrapped_tensor(tensor):
@@ -207,11 +216,6 @@ def is_differentiated(tensor: torch.Tensor) -> bool:
         if not wraps:
             return False
         tensor = _functorch.get_unwrapped(tensor)
-
-
-def node_of(ctx: object) -> object:
-    """The node of the graph that a Function's context is, or that functorch's own context stands before."""
-    return getattr(ctx, "_pt_inner_ctx", ctx)
 
 
 # inside a backward: whether the running pass will come to a node of the graph

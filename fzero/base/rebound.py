@@ -6,12 +6,16 @@ import collections
 import copy
 import dataclasses
 import functools
+import hashlib
+import numbers
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import TypeVar
 
 import torch
+
+from fzero.base import private
 
 T = TypeVar("T")
 Lift = Callable[[torch.Tensor], object]
@@ -68,23 +72,13 @@ def tensors_held(value: object) -> list[torch.Tensor]:
 
 
 def tensors_reached(value: object) -> list[torch.Tensor]:
-    """Those, and what functions among a value come to without holding it: by objects, classes and globals."""
+    """Those, and what objects and classes among a value hold; not what functions find by a global name."""
     return _tensors(_walked(value, _reached)[0])
 
 
 def tensors_inside(value: object) -> list[torch.Tensor]:
     """The tensors in containers and objects of any class, but for those of functions and of what else is called."""
     return _tensors(_walked(value, lambda each: iter(()) if callable(each) else _reached(each))[0])
-
-
-def _root(module: object) -> str:
-    return str(module).partition(".")[0]
-
-
-def tensors_hidden(value: object) -> list[torch.Tensor]:
-    """The tensors that are reached and not held."""
-    held = {id(x) for x in tensors_held(value)}
-    return [x for x in tensors_reached(value) if id(x) not in held]
 
 
 def holds_others(value: object) -> bool:
@@ -183,17 +177,7 @@ def _dataclass(value: object, names: Sequence[str], *own: object) -> object:
 
 def _reached(value: object) -> Iterator[object]:
     yield from parts_of(value)
-    if isinstance(value, types.FunctionType) and not is_of_library(value.__module__):
-        names = list(_names(value.__code__))
-        found = [value.__globals__[name] for name in names if name in value.__globals__]
-        seen = {id(x) for x in found}
-        for each in found:  # which grows: of a module it names what it takes
-            if isinstance(each, types.ModuleType) and not is_of_library(each.__name__):
-                more = [vars(each)[name] for name in names if name in vars(each)]
-                found += [x for x in more if id(x) not in seen]
-                seen.update(map(id, more))
-        yield from found
-    elif isinstance(value, Mapping):
+    if isinstance(value, Mapping):
         yield from value
         yield from value.values()
     elif isinstance(value, (list, tuple, Set, collections.deque)):
@@ -204,31 +188,59 @@ def _reached(value: object) -> Iterator[object]:
         yield from [getattr(value, name) for name in slots if hasattr(value, name)]
 
 
-def is_of_library(module: object) -> bool:
-    """Tells whether no user's tensor is found in the globals and classes of a module: torch's caches are not looked at.
-
-    Compiled and exported functions of the whole process hang there.
-    """
-    return _root(module) in _LIBRARIES
-
-
 def _holds_attributes(value: object) -> bool:
     """Tells whether a user may have put tensors at an object or a class."""
     if isinstance(value, type):
-        return not is_of_library(value.__module__)
+        return str(value.__module__).partition(".")[0] not in _LIBRARIES
     kind = str(type(value).__module__).partition(".")[0]
     return not isinstance(value, types.ModuleType) and (kind not in _OURS or isinstance(value, _OF_TORCH))
-
-
-def _names(code: types.CodeType) -> Iterator[str]:
-    """The names that code, and functions made in it, take from elsewhere; not those that pytest adds to assertions,
-    as all of the test session hangs there."""
-    yield from [name for name in code.co_names if name[:1] != "@"]
-    for inner in code.co_consts:
-        if isinstance(inner, types.CodeType):
-            yield from _names(inner)
 
 
 def _slots(kind: type) -> Sequence[str]:
     own = vars(kind).get("__slots__", ())
     return (own,) if isinstance(own, str) else tuple(own)
+
+
+# ---- what is compared among ranks
+
+
+def made_with(value: object) -> str:
+    """The numbers and words that this library's functions among a value hold, with their names; not others' functions'.
+
+    Numbers as floats, of tensors a single one, whatever kind each is of. Each is said once, and a digest tells of where
+    they are: all functions of a chain lead to its members, at every level of nesting.
+    """
+    words: dict[str, None] = {}
+    whole = _content("", value, words, {})
+    return f"{', '.join(words)} ({whole[:8]})"
+
+
+def _content(name: str, value: object, words: dict[str, None], seen: dict[tuple[int, str], tuple[object, str]]) -> str:
+    """A digest of what an object holds, also where equal ones are not the same; "" of nothing."""
+    if isinstance(value, torch.Tensor):
+        if value.ndim or private.is_wrapper(value) or private.is_fake(value) or value.is_meta:
+            return ""
+        value = value.item() if value.is_complex() else float(value)
+    elif isinstance(value, numbers.Real):
+        value = float(value)
+    if isinstance(value, (float, complex, str)):
+        words[own := f"{name}={value!r}"] = None
+        return own
+    if callable(value) and is_others(value):
+        return ""
+    if (id(value), name) not in seen:
+        seen[id(value), name] = value, ""  # held, as another one might get its id; what leads to itself adds nothing
+        parts = [_content(own or name, part, words, seen) for own, part in _named_parts(value)]
+        parts = [part for part in parts if part]
+        seen[id(value), name] = value, hashlib.sha256(repr(parts).encode()).hexdigest() if parts else ""
+    return seen[id(value), name][1]
+
+
+def _named_parts(value: object) -> Iterator[tuple[str, object]]:
+    """What a value holds, in an order that is the same for equal ones."""
+    if isinstance(value, dict):
+        yield from sorted([(str(key), part) for key, part in value.items()], key=lambda pair: pair[0])
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield from [(each.name, getattr(value, each.name, None)) for each in dataclasses.fields(value)]
+    else:
+        yield from [("", part) for part in parts_of(value)]

@@ -11,27 +11,36 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch.utils import _python_dispatch as dispatch
 
-from fzero.base import as_written, intercept, private
+from fzero.base import as_written, hooks, private
 from fzero.base.context import during, variable
-from fzero.base.hooks import Registrations, is_users
 from fzero.base.node import edges_to
-from fzero.base.operators import Function, kind_of
+from fzero.base.operators import Function, flops_of, is_zero, kind_of
 from fzero.base.pytree import tensors_in
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Tensors = Sequence[torch.Tensor]
+Named = Mapping[str, object]
 _current: contextvars.ContextVar[Tracing | None] = variable("tracing", None)
 # takes the values that have names, and these, in a function that is traced into a graph
 naming: contextvars.ContextVar[Callable[[torch.Tensor, str], object] | None] = variable("naming", None)
 CONSTANT = -1  # stands for what depends on nothing that the function is given; inputs are -2, -3, ...
 _aten = torch.ops.aten
 _UNSEEN = {_aten.detach.default, torch.ops.prim.device.default}  # graphs save by the one, fake tensors call the other
+# matrix products, whose last two operands are the factors
+_PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default})
+# what passes values on, whatever they are: without its values, only what a graph saves of it is needed
+_PASSES = frozenset(
+    f"aten::{name}" for name in "view _unsafe_view reshape t transpose permute unsqueeze squeeze expand alias add sub "
+    "neg _to_copy clone mul div".split()
+)
+_READING = {"numpy", "tolist", "__array__", "__dlpack__"}  # functions that read values past all operators
 
 
 class Traced(NamedTuple):
@@ -74,7 +83,6 @@ class Tracing(dispatch.TorchDispatchMode):
 
     Attributes:
         names: that were given.
-        sent: what came by each message, in order.
     """
 
     supports_higher_order_operators = True
@@ -83,16 +91,14 @@ class Tracing(dispatch.TorchDispatchMode):
         super().__init__()
         self.plan, self.trace, self.names = plan, list[Traced](), set[str]()
         self.matches = plan is not None  # what has run so far
-        self.sent: list[list[torch.Tensor]] = []
-        self._registered = Registrations()
-        self._places: dict[int, list[tuple[int, int]]] = {}  # memory -> where it is in `sent`
+        self._registered = hooks.Registrations()
         self._makers: dict[int, tuple[int, weakref.ref[object]]] = {}
         self._paused = False
         for i, x in enumerate(given):
             self._note(x, -2 - i)
 
     def __torch_dispatch__(
-        self, func: Function, types: object, args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
+        self, func: Function, types: object, args: tuple[object, ...] = (), kwargs: Named | None = None
     ) -> object:
         named = kwargs or {}
         if self._paused or func in _UNSEEN:
@@ -101,11 +107,9 @@ class Tracing(dispatch.TorchDispatchMode):
         reads = tuple([self._maker(x) for x in operands])
         number = self._next(func, reads) if any([each != CONSTANT for each in reads]) else None
         written = operands if kind.writes_unsaid else kind.written(args, named)
-        if self._places:
-            self._copy_sent(written)
         out = self._run(number, func, args, named)
         made = tensors_in(out)
-        self._made(number, func, operands, written, made, out)
+        self._made(number, operands, written, made)
         for x in (*made, *written):
             self._note(x, number)
         return out
@@ -117,67 +121,45 @@ class Tracing(dispatch.TorchDispatchMode):
             self.matches = number < len(self.plan.trace) and self.plan.trace[number] == own
         return number
 
-    def _run(self, number: int | None, func: Function, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+    def _run(self, number: int | None, func: Function, args: Sequence[object], kwargs: Named) -> object:
         return func(*args, **kwargs)
 
-    def _made(
-        self,
-        number: int | None,
-        func: Function,
-        operands: Sequence[torch.Tensor],
-        written: Sequence[torch.Tensor],
-        made: Sequence[torch.Tensor],
-        out: object,
-    ) -> None:
+    def _made(self, number: int | None, operands: Tensors, written: Tensors, made: Tensors) -> None:
         """Looks at what an operation has done."""
 
     def _maker(self, x: torch.Tensor) -> int:
-        return living(self._makers, x, CONSTANT)
+        return _living(self._makers, x, CONSTANT)
 
     def _note(self, x: torch.Tensor, number: int | None) -> None:
+        memory = _memory_of(x)
         if number is None:
-            self._makers.pop(key_of(x), None)
+            self._makers.pop(_key_of(memory), None)
         else:
-            self._makers[key_of(x)] = number, weakref.ref(memory_of(x))
+            self._makers[_key_of(memory)] = number, weakref.ref(memory)
 
     def is_followed(self) -> bool:
         """Tells whether the run, which has ended, was as the plan says."""
         return self.plan is not None and self.matches and len(self.trace) == len(self.plan.trace)
 
-    def is_opaque(self, outputs: Sequence[torch.Tensor]) -> bool:
+    def is_opaque(self, outputs: Tensors) -> bool:
         """Tells whether what a hook or a user's Function holds may be among what the run, which has ended, has made."""
-        return self._registered.any() or any(is_users(type(node)) for node, _ in edges_to(outputs))
-
-    # ---- names and messages
+        return self._registered.any() or any(hooks.is_users(type(node)) for node, _ in edges_to(outputs))
 
     def name(self, x: torch.Tensor, name: str) -> None:
         self.names.add(name)
 
-    def send(self, call: Callable[[], T], written: Sequence[torch.Tensor]) -> T:
-        """Sends messages, and keeps what has come."""
+    def send(self, call: Callable[[], T], written: Tensors) -> T:
+        """Sends messages, which are one operation."""
         self._paused = True
         try:
-            out = self._come(call, written)
+            out = call()
         finally:
             self._paused = False
-        number = self._next(done, ())
-        self._made(number, done, (), written, (), None)
+        number = self._next(sending, ())
+        self._made(number, (), written, ())
         for x in written:
             self._note(x, number)
         return out
-
-    def _come(self, call: Callable[[], T], written: Sequence[torch.Tensor]) -> T:
-        out = call()
-        for i, x in enumerate(written):
-            self._places.setdefault(key_of(x), []).append((len(self.sent), i))
-        self.sent.append([intercept.detached(x) for x in written])
-        return out
-
-    def _copy_sent(self, written: Sequence[torch.Tensor]) -> None:
-        """Copies what has come and is about to be written over."""
-        for x in written:
-            for call, place in self._places.pop(key_of(x), ()):
-                self.sent[call][place] = self.sent[call][place].clone()
 
     @contextlib.contextmanager
     def here(self) -> Iterator[None]:
@@ -193,6 +175,112 @@ class Tracing(dispatch.TorchDispatchMode):
                 as_written.end(self)
 
 
+class Recording(Tracing):
+    """A first run, which shows what later ones need.
+
+    Args:
+        what: whose graph it makes, in words.
+        counts: whether FLOPs are counted.
+
+    Attributes:
+        total: FLOPs of all operations.
+    """
+
+    def __init__(self, given: Tensors, what: str, counts: bool = False) -> None:
+        super().__init__(given)
+        self._what, self._counts, self.total = what, counts, 0
+        self._saved: dict[int, int] = {}  # memory that the graph has saved and the run has made -> its bytes
+        self._flops: dict[int, int] = {}
+        self._sizes: dict[int, int] = {}
+        self._origins: dict[int, tuple[int | None, weakref.ref[object]]] = {}  # memory -> the operation that began it
+        self._changed: set[int | None] = set()  # operations whose results cannot be kept
+        self._named: dict[str, list[int]] = {}
+        self._read: set[int] = set()  # operations whose results the graph has saved, or Python has read
+        self._outputs: set[int] = set()
+        self._opaque = False
+
+    def _run(self, number: int | None, func: Function, args: Sequence[object], kwargs: Named) -> object:
+        out = func(*args, **kwargs)
+        if kind_of(func).draws(args, kwargs) or isinstance(out, list):  # a run without it draws other numbers later
+            self._changed.add(number)
+        if self._counts:
+            flops = flops_of(func, args, kwargs, out)
+            self.total += flops
+            if number is not None:
+                self._flops[number] = flops
+        return out
+
+    def _made(self, number: int | None, operands: Tensors, written: Tensors, made: Tensors) -> None:
+        known = {_key_of(_memory_of(x)) for x in operands}
+        new = {key: memory for memory in map(_memory_of, made) if (key := _key_of(memory)) not in known}
+        self._origins.update({key: (number, weakref.ref(memory)) for key, memory in new.items()})
+        self._changed.update([self._origin(x) for x in written])
+        if number is not None:
+            self._sizes[number] = sum(map(_nbytes_of, new.values()))
+
+    def _origin(self, x: torch.Tensor) -> int | None:
+        return _living(self._origins, x, None)
+
+    def name(self, x: torch.Tensor, name: str) -> None:
+        super().name(x, name)
+        origin = self._origin(private.unwrapped(x))
+        if origin is not None and origin not in self._changed:
+            self._named.setdefault(name, []).append(origin)
+
+    @contextlib.contextmanager
+    def here(self) -> Iterator[None]:
+        functions = as_written.Functions(self._called)
+        with super().here(), hooks.putting_away(self._what, self._pack, torch.Tensor.detach), functions:
+            yield
+
+    def _called(self, func: Function, args: tuple[object, ...], kwargs: Named | None) -> as_written.Called:
+        if getattr(func, "__name__", "") in _READING:
+            self._read.update([self._maker(private.unwrapped(x)) for x in tensors_in(*args)])
+        return args, kwargs
+
+    def _pack(self, x: torch.Tensor) -> torch.Tensor:
+        own = x.detach()
+        memory = _memory_of(own)
+        if _key_of(memory) in self._origins:
+            self._saved[_key_of(memory)] = _nbytes_of(memory)
+        self._read.add(self._maker(own))  # by a Function of this library's, which may save its result
+        return own
+
+    def end(self, outputs: Tensors) -> None:
+        """Notes the run's results, with their graph."""
+        self._opaque = self.is_opaque(outputs)
+        self._outputs = {self._maker(x) for x in outputs}
+
+    def planned(self, names: Collection[str]) -> Plan:
+        """What to keep and to leave out where these names are kept."""
+        keeps = {number: name for name in names for number in self._named.get(name, ()) if number not in self._changed}
+        needed = self._needed(keeps)
+        products = {number for number, own in enumerate(self.trace) if own.function in _PRODUCTS}
+        keeps = {number: name for number, name in keeps.items() if number in needed}
+        return Plan(self.trace, keeps, frozenset(products - needed))
+
+    def _needed(self, keeps: Collection[int]) -> set[int]:
+        """The operations whose values something needs besides outputs, where those of these are kept."""
+        every = set(range(len(self.trace)))
+        ends = every.difference(*[own.reads for own in self.trace])
+        # another end is for Python, which may read it, as a hook may any value
+        needed = every if self._opaque else self._read | (ends - self._outputs)
+        for number, (function, reads) in reversed([*enumerate(self.trace)]):
+            name = function._schema.name if isinstance(function, torch._ops.OpOverload) else ""
+            some = number not in keeps if number in needed else name not in _PASSES
+            if some and not kind_of(function).shapes_only:
+                needed.update(reads)
+        return needed
+
+    def flops(self, plan: Plan) -> int:
+        """What the second run costs by this plan."""
+        return self.total - sum([self._flops.get(number, 0) for number in {*plan.keeps, *plan.blanks}])
+
+    def nbytes(self, plan: Plan | None) -> int:
+        """What is kept by a plan; by None all that the graph saves."""
+        return sum(self._saved.values()) if plan is None else sum([self._sizes[number] for number in plan.keeps])
+
+
 class Keeping(Tracing):
     """A run of which is kept what a plan says."""
 
@@ -200,7 +288,7 @@ class Keeping(Tracing):
         super().__init__(given, plan)
         self._keeps, self._held = plan.keeps, dict[int, list[object]]()
 
-    def _run(self, number: int | None, func: Function, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+    def _run(self, number: int | None, func: Function, args: Sequence[object], kwargs: Named) -> object:
         out = func(*args, **kwargs)
         if number is not None and number in self._keeps and self.matches:
             self._held[number] = [_held(x) for x in (out if isinstance(out, tuple) else (out,))]
@@ -217,69 +305,53 @@ class Replaying(Tracing):
     Args:
         held: what was kept, by the numbers of the operations that have made it.
         blanks: whether the plan's blanks are left out.
-        sent: what came by the first run's messages, which are not sent again.
     """
 
     def __init__(
-        self,
-        given: Iterable[torch.Tensor],
-        plan: Plan | None,
-        held: Mapping[int, Sequence[object]],
-        blanks: bool,
-        sent: Sequence[Sequence[torch.Tensor]],
+        self, given: Iterable[torch.Tensor], plan: Plan | None, held: Mapping[int, Sequence[object]], blanks: bool
     ) -> None:
         super().__init__(given, plan)
-        self._held, self._coming = held, iter(sent)
-        self._blanks = plan.blanks if plan is not None and blanks else frozenset[int]()
+        self._held, self._blanks = held, plan.blanks if plan is not None and blanks else frozenset[int]()
 
-    def _run(self, number: int | None, func: Function, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+    def _run(self, number: int | None, func: Function, args: Sequence[object], kwargs: Named) -> object:
         if number is not None and self.matches:
             if number in self._held:
-                own = [intercept.detached(x) if isinstance(x, torch.Tensor) else x for x in self._held[number]]
+                own = [private.detached(x) if isinstance(x, torch.Tensor) else x for x in self._held[number]]
                 return tuple(own) if len(own) > 1 else own[0]
             if number in self._blanks:
                 a, b = tensors_in(*args)[-2:]
                 return a.new_zeros((*a.shape[:-1], b.shape[-1]))
         return func(*args, **kwargs)
 
-    def _come(self, call: Callable[[], T], written: Sequence[torch.Tensor]) -> T:
-        for x, value in zip(written, next(self._coming), strict=True):
-            x.copy_(value)
-        return done  # type: ignore[return-value]
-
 
 def _held(x: object) -> object:
-    return Held(own := intercept.detached(x), private.version(own)) if isinstance(x, torch.Tensor) else x
+    return Held(own := private.detached(x), private.version(own)) if isinstance(x, torch.Tensor) else x
 
 
-# matrix products, whose last two operands are the factors
-PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default})
-# what passes values on, whatever they are: without its values, only what a graph saves of it is needed
-PASSES = frozenset(
-    f"aten::{name}" for name in "view _unsafe_view reshape t transpose permute unsqueeze squeeze expand alias add sub "
-    "neg _to_copy clone mul div".split()
-)
+# ---- the memory of tensors
 
 
-def living(of: Mapping[int, tuple[T, weakref.ref[object]]], x: torch.Tensor, default: T) -> T:
+def _living(of: Mapping[int, tuple[T, weakref.ref[object]]], x: torch.Tensor, default: T) -> T:
     """What is known of a tensor's memory, by its key; `default` where that was of memory that is gone."""
-    found = of.get(key_of(x))
+    found = of.get(_key_of(_memory_of(x)))
     return found[0] if found is not None and found[1]() is not None else default
 
 
-def memory_of(x: torch.Tensor) -> object:
+def _memory_of(x: torch.Tensor) -> object:
     """The memory that a tensor lies in; itself where it is no view of any."""
-    return x.untyped_storage() if x.layout == torch.strided and not torch._is_zerotensor(x) else x  # type: ignore[attr-defined]
+    return x.untyped_storage() if x.layout == torch.strided and not is_zero(x) else x
 
 
-def key_of(x: torch.Tensor) -> int:
-    """A number of that memory, as long as it lives."""
-    memory = memory_of(x)
+def _key_of(memory: object) -> int:
+    """A number of memory, as long as it lives."""
     return memory._cdata if isinstance(memory, torch.UntypedStorage) else id(memory)
 
 
-def done() -> None:
-    """Stands for the end of a message that has come before."""
+def _nbytes_of(memory: object) -> int:
+    return memory.nbytes() if isinstance(memory, torch.UntypedStorage) else 0
+
+
+# ---- of the run that goes on
 
 
 def name(x: torch.Tensor, name: str) -> None:
@@ -291,8 +363,8 @@ def name(x: torch.Tensor, name: str) -> None:
         graph(x.detach(), name)
 
 
-def once(call: Callable[P, T], *written: torch.Tensor) -> Callable[P, T]:
-    """A call that sends messages: in a second run what has come is there already."""
+def sending(call: Callable[P, T], *written: torch.Tensor) -> Callable[P, T]:
+    """A call that sends messages, and writes to these tensors, which no operator tells of."""
 
     def calling(*args: P.args, **kwargs: P.kwargs) -> T:
         tracing = _current.get()

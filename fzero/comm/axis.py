@@ -14,7 +14,7 @@ import torch
 
 from fzero.base import private
 from fzero.base.context import jitting
-from fzero.base.replay import once
+from fzero.base.replay import sending
 from fzero.comm import backend
 from fzero.comm.backend import Group, Mesh, Wait, axes_in, done, need_axes
 from fzero.comm.divergence import announce, explained, need_alike
@@ -233,7 +233,7 @@ class Axis:
 
         need_running((group,), f"A state of {self.who} over {self.place}")
         announce(operation, tag, tensor.numel() * tensor.element_size() if sent is None else sent, words, group)
-        return lambda call: explained(once(call, *into), words, group)
+        return lambda call: explained(sending(call, *into), words, group)
 
     def _number(self, operation: str, tag: Hashable) -> int:
         """The tag of one collective's messages; a run may have two reductions of one buffer in flight."""

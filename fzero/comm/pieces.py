@@ -14,7 +14,7 @@ import torch
 from fzero.base import private
 from fzero.base.context import variable
 from fzero.base.random import seeded
-from fzero.base.replay import once
+from fzero.base.replay import sending
 from fzero.comm import backend
 from fzero.comm.axis import Axis
 from fzero.comm.backend import Wait, done
@@ -50,7 +50,7 @@ def start_exchange(axis: Axis, send: Sequence[torch.Tensor], receive: Sequence[t
         receive[0].copy_(send[0])
         return done
     if (player := playing.get()) is not None:
-        once(player.exchange, *receive)(axis.name, send, receive, tag)
+        sending(player.exchange, *receive)(axis.name, send, receive, tag)
         return done
     assert axis.group is not None
     sent = sum([piece.nbytes for rank, piece in enumerate(send) if rank != axis.rank])

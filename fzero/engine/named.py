@@ -9,8 +9,7 @@ from typing import NamedTuple
 import torch
 
 from fzero.base.context import variable
-from fzero.base.recording import Recording
-from fzero.base.replay import Held, Keeping, Plan, Replaying
+from fzero.base.replay import Held, Keeping, Plan, Recording, Replaying
 from fzero.engine.activations import Activations, Kept
 from fzero.stores.put import DEVICE, HOST, Memory
 from fzero.table.names import Names
@@ -41,7 +40,6 @@ class Named(Activations):
     def __init__(self, names: Names, memory: Memory, what: str, plan: Plan | None) -> None:
         self._names, self._memory, self._what, self._plan = names, memory, what, plan
         self._held: dict[int, list[object]] = {}
-        self._sent: Sequence[Sequence[torch.Tensor]] = ()
         self._blanks = False
 
     def first(self, given: Sequence[torch.Tensor]) -> Recording | Keeping:
@@ -52,7 +50,6 @@ class Named(Activations):
 
     def keep(self, run: Recording | Keeping, outputs: Sequence[torch.Tensor]) -> None:
         """Keeps what the first run has shown is needed; its outputs are given, with their graph."""
-        self._sent = run.sent
         if not isinstance(run, Keeping):
             return
         if not run.is_followed():
@@ -71,7 +68,7 @@ class Named(Activations):
         """Around the second run.
 
         Args:
-            plan: False runs everything but what was sent.
+            plan: False runs everything.
         """
         held = {
             number: [x.tensor if isinstance(x, Held) else x.value() if isinstance(x, Kept) else x for x in results]
@@ -80,7 +77,7 @@ class Named(Activations):
         }
         # what was written to is computed again, of values that may be left out otherwise
         blanks = self._blanks and len(held) == len(self._held)
-        return Replaying(given, self._plan if plan else None, held, blanks, self._sent)
+        return Replaying(given, self._plan if plan else None, held, blanks)
 
     def kept(self) -> Iterable[Kept]:
         return [x for results in self._held.values() for x in results if isinstance(x, Kept)]

@@ -20,9 +20,8 @@ from fzero.base.follow import is_pushed
 from fzero.base.node import Tensors, apply
 from fzero.base.places import Place, definition_of
 from fzero.base.random import seeded
-from fzero.base.recording import Recording
 from fzero.base.refusals import noted
-from fzero.base.replay import Keeping, Replaying
+from fzero.base.replay import Keeping, Recording, Replaying
 from fzero.base.thread_state import SET_GRAD_ENABLED
 from fzero.comm.axis import done
 from fzero.engine.activations import Inputs, Saved
@@ -35,8 +34,7 @@ from fzero.engine.traversal import Traversal, inside
 from fzero.engine.written import Memories, leaf_of
 from fzero.purity import check
 from fzero.purity.collectives import current as collectives
-from fzero.purity.look import Impure, refusal
-from fzero.purity.one_level import one_level
+from fzero.purity.look import Impure, one_level, refusal
 from fzero.purity.trial import Trial
 from fzero.stores.put import DEVICE
 from fzero.table.layout import Key
@@ -93,7 +91,7 @@ class UnitOp(PulledOp):
         self._noted = marks_of(self._notes, [flat[place] for place in signature.tensors]) if self._notes else ()
         self._fulls, self._arriving, self.wanted = {}, {}, signature.wanted
         transformed = signature.transformed
-        self._surroundings = Surroundings(self.recompute or transformed) if signature.wanted or transformed else None
+        self._surroundings = Surroundings() if signature.wanted or transformed else None
         self.number = traversal.schedule.called(signature.keys, self)
 
     def fn(self, *tensors: torch.Tensor) -> Tensors:  # type: ignore[override]

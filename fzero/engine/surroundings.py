@@ -1,4 +1,4 @@
-"""What surrounds a unit's call, and its second run: attention, function modes, context variables, closures."""
+"""What surrounds a unit's call, and its second run: function modes, context variables, closures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import types
 from collections.abc import Callable, Iterator
 
 from fzero.base import private
-from fzero.base.ambient import attentions
 from fzero.base.context import OURS
 from fzero.base.refusals import is_library
 from fzero.base.thread_state import function_modes_on
@@ -17,14 +16,9 @@ from fzero.purity.look import own_modes
 
 
 class Surroundings:
-    """Those of one call.
+    """Those of one call."""
 
-    Args:
-        attention: whether the choice of attention is among them.
-    """
-
-    def __init__(self, attention: bool) -> None:
-        self._attentions = attentions.now() if attention else None
+    def __init__(self) -> None:
         self._variables: list[tuple[contextvars.ContextVar[object], object]] = []  # those of others
         for variable, value in contextvars.copy_context().items():
             if not variable.name.startswith(OURS):
@@ -34,8 +28,7 @@ class Surroundings:
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """Inside, all are as in the call."""
-        attention = attentions(self._attentions) if self._attentions is not None else contextlib.nullcontext()
-        with attention, private.under_function_modes(self._modes):
+        with private.under_function_modes(self._modes):
             tokens = [(variable, variable.set(value)) for variable, value in self._variables]
             try:
                 yield

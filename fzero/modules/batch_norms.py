@@ -17,11 +17,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fzero.base import private, pytree
 from fzero.base.context import during
-from fzero.comm import backend
 from fzero.comm.axis import Axis
 from fzero.comm.pieces import most
 from fzero.engine.compiled import leave_out
-from fzero.parallel.axis import is_spanned
 from fzero.parallel.batch_norm import Call, OverRanks, ranks_of_means, running
 from fzero.table.handle import Function
 
@@ -39,45 +37,21 @@ def synchronise(module: nn.Module, every: bool) -> Callable[[Function], Function
         What has others that a function of the module calls do so, too, where those of all kinds do.
     """
     for path, layer in _synchronised(module, every):
+        if layer.training and getattr(layer, "process_group", None) is not None:
+            raise ValueError(
+                f"apply: batch norm {path!r} has a process_group, and takes its statistics over the ranks that the "
+                "running step takes means over; expected none. Leave process_group out."
+            )
         layer.forward = _forward_of(path, layer)
-    return functools.partial(_inside, functools.partial(_label, module)) if every else lambda run: run
+    return _inside if every else lambda run: run
 
 
-def _inside(label: Callable[[Sequence[object]], str], run: Function) -> Function:
+def _inside(run: Function) -> Function:
     def call(*args: object, **kwargs: object) -> object:
-        with OverRanks(label):
+        with OverRanks():
             return run(*args, **kwargs)
 
     return call
-
-
-def _label(module: nn.Module, given: Sequence[object]) -> str:
-    """What an operation is called that no layer calls: by what it is given of the module."""
-    names = {
-        id(x): f"{path}.{name}" if path else name
-        for path, own in module.named_modules()
-        for registry in (own._buffers, own._parameters)
-        for name, x in registry.items()
-        if x is not None
-    }
-    found = [names[id(x)] for x in given if id(x) in names]
-    return f"a batch norm with {found[0]!r}" if found else "a batch norm without a layer"
-
-
-def need_own_forwards(module: nn.Module) -> None:
-    """Refuses `nn.SyncBatchNorm` that nothing but torch's own collectives runs.
-
-    Raises:
-        ValueError: naming it.
-    """
-    for path, layer in _synchronised(module, False):
-        if layer.training and not _is_torchs(layer):
-            raise ValueError(
-                f"fz.functional: {f'submodule {path!r}' if path else 'the module'} is a {type(layer).__name__}, an "
-                "nn.SyncBatchNorm with a forward of its own around torch's, whose collectives are no functions that "
-                "torch.func goes through. Take the module as it was before its batch norms were converted, and say "
-                "fz.functional(module, sync_batch_norm=True)."
-            )
 
 
 def _synchronised(module: nn.Module, every: bool) -> list[tuple[str, nn.Module]]:
@@ -104,8 +78,6 @@ def _over_ranks(
     path: str, run: Callable[..., object], layer: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> object:
     axes = ranks_of_means() if layer.training else ()
-    if axes:
-        _need_spanned(path, layer, axes)
     call = Call(path, axes, layer.running_mean)
     with during(running, call), OverRanks() if axes else contextlib.nullcontext():
         out = run(*args, **kwargs)
@@ -116,17 +88,6 @@ def _over_ranks(
             "alone. Call one of them, give it another base class than torch's, or leave out sync_batch_norm=True."
         )
     return out
-
-
-def _need_spanned(path: str, layer: nn.Module, axes: Sequence[Axis]) -> None:
-    own = backend.members(getattr(layer, "process_group", None))
-    if own and not is_spanned([ax.members for ax in axes], own):
-        means = " and ".join([str(list(ax.members)) for ax in axes])
-        raise ValueError(
-            f"apply: batch norm {path!r} has a process_group of ranks {list(own)}, and the running step takes means "
-            f"over ranks {means}; expected the same ranks, as its statistics are those of the step's whole batch. "
-            "Leave process_group out."
-        )
 
 
 leave_out(__name__, "_over_ranks")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import enum
+import functools
 import gc
 import logging
 import types
@@ -19,7 +20,7 @@ from fzero.base import private
 from fzero.base.random import is_shared
 from fzero.base.texts import COMPRESSED
 from fzero.engine.outlets import overlap
-from fzero.table.handle import StandIn, storage_of
+from fzero.table.handle import Function, StandIn, storage_of
 
 REGISTRIES = {"_buffers": "buffer", "_parameters": "param", "_modules": "submodule"}
 _HOOKS = {name: name[1:-1].replace("_", " ") for name in vars(nn.Module()) if name.endswith("hooks")}
@@ -243,3 +244,51 @@ class Stale(StandIn):
             f"apply: {self.where}, so that its gradient and its changes would be lost. Compute it in forward, of the "
             "param itself, before it is read."
         )
+
+
+# ---- what a forward sets for itself alone
+
+_STATES = {"RecurrentGemmaRglru": ("recurrent_states",), "RecurrentGemmaRecurrentBlock": ("conv1d_state",)}
+_MISSING = object()
+
+
+def _name_of(hook: object) -> str | None:
+    """The name of the weight that one of torch's older hooks computes."""
+    kind = type(hook)
+    if any(base.__name__ == "BasePruningMethod" for base in kind.__mro__):
+        return getattr(hook, "_tensor_name", None)
+    known = kind.__module__.startswith("torch.nn.utils") and kind.__name__ in ("WeightNorm", "SpectralNorm")
+    return getattr(hook, "name", None) if known else None
+
+
+def _kept(module: nn.Module) -> list[tuple[nn.Module, str]]:
+    found = [(own, name) for own in module.modules() for name in _STATES.get(type(own).__name__, ())]
+    hooks = [(own, hook) for own in module.modules() for hook in own._forward_pre_hooks.values()]
+    return found + [(own, name) for own, hook in hooks if (name := _name_of(hook)) is not None]
+
+
+def forgetting(module: nn.Module, forward: Function) -> Function:
+    """A module's forward, which puts back the tensors that known modules set as attributes for that forward alone.
+
+    A unit keeps nothing that it computes, and these do: torch's older hooks, which compute a weight before a forward,
+    and are moved into it; and modules of `transformers` with a state that only generation reads.
+    """
+    kept = _kept(module)
+    if not kept:
+        return forward
+    own = {number: hook for number, hook in module._forward_pre_hooks.items() if _name_of(hook) is not None}
+    for number in own:
+        del module._forward_pre_hooks[number]
+
+    @functools.wraps(forward)
+    def run(*args: object, **kwargs: object) -> object:
+        before = [vars(each).get(name, _MISSING) for each, name in kept]
+        try:
+            for hook in own.values():
+                hook(module, args)
+            return forward(*args, **kwargs)
+        finally:
+            for (each, name), value in zip(kept, before, strict=True):
+                vars(each).pop(name, None) if value is _MISSING else vars(each).update({name: value})
+
+    return run

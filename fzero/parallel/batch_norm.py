@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from fzero.base import hooks, private
 from fzero.base.context import averaged, one_by_one, variable
+from fzero.base.refusals import place_of
 from fzero.comm.axis import Axis
 from fzero.parallel.axis import need_axis
 from fzero.parallel.loss import wide
@@ -52,16 +53,9 @@ running: contextvars.ContextVar[Call | None] = variable("batch_norm_layer", None
 
 
 class OverRanks(TorchFunctionMode):
-    """Inside, `F.batch_norm` and `torch.batch_norm` in training take mean and variance over all ranks of a step.
+    """Inside, `F.batch_norm` and `torch.batch_norm` in training take mean and variance over all ranks of a step."""
 
-    Args:
-        label: what an operation outside of a layer is called, by the running statistics and the weight that it is
-            given.
-    """
-
-    def __init__(self, label: Callable[[Sequence[object]], str] = lambda _: "") -> None:
-        super().__init__()
-        self.label, self.calls = label, 0
+    calls = 0
 
     def __torch_function__(self, func: Function, types: object, args: Operands = (), kwargs: Named = None) -> object:
         if "batch_norm" in getattr(func, "__name__", ""):
@@ -80,11 +74,11 @@ class OverRanks(TorchFunctionMode):
         axes = ranks_of_means() if own is None else own.axes
         if not axes:
             return func(*args, **kwargs)
-        what = self.label([given.get(name) for name in _NAMED]) if own is None else f"batch norm {own.path!r}"
+        what = "a batch norm without a layer" if own is None else f"batch norm {own.path!r}"
         if func not in (F.batch_norm, torch.batch_norm):
             raise ValueError(
                 f"apply: {what} calls {name_of(func)!r} in training, which is not synchronised: its statistics would "
-                "be those of this rank's batch. Call torch.nn.functional.batch_norm, or leave out "
+                f"be those of this rank's batch{place_of()}. Call torch.nn.functional.batch_norm, or leave out "
                 "sync_batch_norm=True."
             )
         if hooks.in_checkpoint():
@@ -100,7 +94,6 @@ class OverRanks(TorchFunctionMode):
 
 
 OverRanks.__torch_function__._torchdynamo_disable = True  # type: ignore[attr-defined]
-_NAMED = ("running_mean", "running_var", "weight")
 _LAST = ("training", "momentum", "eps", "cudnn_enabled")
 _AS_TORCH = ("input", "weight", "bias", "running_mean", "running_var", *_LAST)
 # function -> the order of its arguments

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from fzero.base import intercept, private, pytree, texts
+from fzero.base import private, pytree, texts
 from fzero.base.arguments import need_int, wrong
 from fzero.base.node import Op, Tensors, active, apply, refuse_foreign_leaves
-from fzero.base.random import seeded
+from fzero.base.random import current_stream, seeded
 from fzero.comm import pieces
 from fzero.comm.axis import Axis
 from fzero.engine.dispatch import call_unit
@@ -216,7 +216,7 @@ def _closed_over(what: str) -> str:
 
 def _from_here(device: str) -> Region:
     """Regions that draw the random numbers that are drawn from here on."""
-    stream = intercept.current_stream()
+    stream = current_stream()
     if stream is not None:
         return stream.here()
     default = {torch.device("cpu"): torch.default_generator}

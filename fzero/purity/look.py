@@ -9,23 +9,25 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
 from torch.utils import _python_dispatch as dispatch
 
-from fzero.base import as_written, hooks, private, pytree
+from fzero.base import hooks, private, pytree
+from fzero.base.as_written import Functions
 from fzero.base.carriers import flatten
 from fzero.base.context import during, variable
 from fzero.base.follow import tangents_of
 from fzero.base.node import Op, edges_to
 from fzero.base.operators import Operator, kind_of
 from fzero.base.places import NOWHERE, Place, place_here
-from fzero.base.refusals import heard, noted
+from fzero.base.refusals import heard, is_library, noted, place_of
 from fzero.comm.backend import COLLECTIVES
 from fzero.purity.collectives import current
 from fzero.table.handle import READABLE, Function, Named, Operands, StandIn, name_of, storage_of, writes
@@ -94,6 +96,7 @@ class Look(dispatch.TorchDispatchMode):
         operations: all of them, in order.
         captured: what the function was not given and did not make, by the memory of a tensor.
         made: what depends on something given: whoever keeps it keeps this run's values.
+        labels: what names constants of the function, by their memory, also those that were made in its run.
         held: memory that lives as long as this, so that nothing else comes to lie there.
         reruns: whether something may run again in its pullback (hooks of saved tensors, torch.utils.checkpoint).
     """
@@ -110,6 +113,7 @@ class Look(dispatch.TorchDispatchMode):
         super().__init__()
         self.operations: list[Operation] = []
         self.captured: dict[int, Seen] = {}
+        self.labels: dict[int, str] = {}
         self.made: list[Seen] = []
         self.held: list[torch.UntypedStorage] = []
         self.constants: dict[int, weakref.ref[torch.Tensor]] = {}  # those that it captures, as the caller has them
@@ -246,41 +250,14 @@ class Look(dispatch.TorchDispatchMode):
                 f"{params}Write to a copy (x = x.clone()), or use the operation that is not in place. Running "
                 "statistics are buffers: fz.functional(module, buffers=True), fz.carry.",
             )
-        if memory in self.captured or memory not in self._own:
+        if memory in self.labels or memory in self.captured or memory not in self._own:
+            what = self.labels.get(memory, f"a tensor of shape {tuple(x.shape)} that it closes over")
             raise impure(
-                f"writes to a tensor of shape {tuple(x.shape)} that it closes over, by {name.partition('::')[2]}",
+                f"writes to {what}, by {name.partition('::')[2]}",
                 place,
-                "Give it as an argument and return its new value. A module's is a buffer: self.register_buffer, "
-                "then fz.functional(module, buffers=True) and fz.carry.",
+                "Give it as an argument and return its new value. A module's is a buffer: self.register_buffer, then "
+                "fz.functional(module, buffers=True) and fz.carry; or call module.eval() before fz.functional.",
             )
-
-
-class Functions(TorchFunctionMode):
-    """Shows functions of torch, above all levels.
-
-    Args:
-        called: given a function and its operands, the operands to call it with.
-    """
-
-    def __init__(self, called: Callable[[Function, Operands, Named], tuple[Operands, Named]]) -> None:
-        super().__init__()
-        self._called = called
-
-    def __enter__(self) -> Functions:
-        as_written.begin(self)  # nothing compiled runs: Dynamo takes wrong steps under modes
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
-        as_written.end(self)
-
-    def __torch_function__(self, func: Function, types: object, args: Operands = (), kwargs: Named = None) -> object:
-        args, kwargs = self._called(func, args, kwargs)
-        return func(*args, **(kwargs or {}))
-
-
-Functions.__torch_function__._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 # what looks at the function that is running
@@ -379,3 +356,37 @@ def _moves(x: torch.Tensor) -> bool:
         return private.is_mapped(x) or private.is_differentiated(x)
     except RuntimeError:  # within a map of forward-mode derivatives, which torch has no rule for
         return x.requires_grad
+
+
+# ---- in a unit that more than one derivative goes through
+
+_OF_ONE_LEVEL = {
+    *HOOKS,
+    *(torch.Tensor.data.__get__, torch.Tensor.data.__set__),  # type: ignore[attr-defined]
+    *(torch.Tensor.detach_, torch.detach_),
+    torch.Tensor.grad_fn.__get__,  # type: ignore[attr-defined] # whose hooks are no operations
+}
+
+
+def one_level(unit: str) -> Functions:
+    """Refuses, in a unit that more than one derivative goes through, what acts on the one alone that sees it.
+
+    A hook of a tensor, or what `x.data` leaves out, belongs to the derivative that is the innermost as the unit runs.
+    A unit runs again for each of them by itself, and would have it in all, or in others.
+    """
+    return Functions(functools.partial(_refuse_levels, unit))
+
+
+def _refuse_levels(unit: str, func: Function, args: Operands, kwargs: Named) -> tuple[Operands, Named]:
+    differentiated = func in _OF_ONE_LEVEL and isinstance(args[0], torch.Tensor) and args[0].requires_grad
+    # what only reads may be a library, such as a step within the unit
+    if differentiated and (func in HOOKS or not is_library(sys._getframe(2).f_code.co_filename)):
+        raise noted(
+            ValueError(
+                f"Unit {unit!r} takes {name_of(func)!r} of a tensor that is differentiated{place_of()}, where more "
+                "than one derivative goes through it (torch.func.grad around it, fz.hvp, create_graph=True). That acts "
+                "on one of them alone, and a unit runs again for each. Compute the same by operations (detach() for "
+                ".data, an autograd.Function for a hook), or do it outside of units."
+            )
+        )
+    return args, kwargs

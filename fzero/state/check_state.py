@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fzero.base import private
 from fzero.base.arguments import named
-from fzero.base.made_with import made_with
+from fzero.base.rebound import made_with
 from fzero.state.sharded import Sharded, check_buffers, entries_of, trees_of
 from fzero.state.train_state import TrainState
 from fzero.table.optimizer import GradientTransformation

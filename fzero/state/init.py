@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from fzero.base import intercept, private, pytree, thread_state
+from fzero.base import private, pytree, thread_state
 from fzero.base.arguments import named
 from fzero.base.follow import below_unless
+from fzero.base.random import acts_for_main
 from fzero.comm.axis import Axis
 from fzero.formats.formats import encode
 from fzero.state.checks import begins_with, checksums, goes_on, need_derivative
@@ -151,7 +152,7 @@ def _filled(empty: Sharded, specs: Sequence[Leaf], leaves: Sequence[object], fol
             buffers.update(zip(part_names(form, key), map(place, encode(form, own)), strict=True))
         del full, own
     alike = "Seed every rank alike before building the model"
-    if not intercept.acts_for_main():
+    if not acts_for_main():
         alike = "Build the model once, outside of ranks that are threads, as these share torch's random numbers"
     axis.check_same("\n".join(said), "The params", f"{alike}, or call init(params, sync=True) to send rank 0's.")
     return empty.replaced(buffers=buffers, held=held)

@@ -255,7 +255,7 @@ def test_every_operator_draws_the_same_on_a_thread(name: str) -> None:
 
 def test_no_operator_that_takes_a_generator_is_forgotten() -> None:
     """Each is given its own in a region of a thread, by itself or by the overload that takes one."""
-    from fzero.base import intercept
+    from fzero.base.random import _NAME
 
     on_thread(lambda: drawn(lambda: None))
     internal: Any = torch._C
@@ -266,7 +266,7 @@ def test_no_operator_that_takes_a_generator_is_forgotten() -> None:
         if not name.startswith("aten::") or "generator" not in arguments or not internal._dispatch_has_kernel(name):
             continue
         calls_others = "names" in arguments or kernel_of(name, "CompositeImplicitAutograd")
-        assert calls_others or kernel_of(name, intercept._NAME), name
+        assert calls_others or kernel_of(name, _NAME), name
         count += 1
     assert count > 50
 

@@ -1,4 +1,4 @@
-"""What functions come to, which is looked through in a run."""
+"""What is computed of a tensor that a function holds is computed again where another one stands for it."""
 
 from __future__ import annotations
 
@@ -8,21 +8,7 @@ import functools
 import torch
 
 import fzero as fz
-from fzero.base.rebound import _reached, _walked
 from fzero.testing import run_ranks
-
-_WEIGHTS = {"w": torch.ones(2)}
-
-
-def _asserts(x: torch.Tensor) -> torch.Tensor:
-    assert x.ndim == 1
-    return x @ _WEIGHTS["w"]
-
-
-def test_assertions_that_pytest_rewrites_do_not_lead_to_all_of_the_session() -> None:
-    assert any(name.startswith("@") for name in _asserts.__code__.co_names)
-    found, _ = _walked(_asserts, _reached)
-    assert any(x is _WEIGHTS["w"] for x in found) and len(found) < 100
 
 
 @dataclasses.dataclass

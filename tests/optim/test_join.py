@@ -15,7 +15,7 @@ from nightly import NIGHTLY, by_turns, in_turns
 
 import fzero as fz
 from fzero.base import pytree
-from fzero.base.made_with import made_with
+from fzero.base.rebound import made_with
 from fzero.testing import assert_trees_close, run_ranks
 
 pytestmark = pytest.mark.usefixtures("hazards")  # races show

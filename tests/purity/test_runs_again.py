@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from units import F64, SHARDS, X, block_of, params_of
 
 import fzero as fz
-from fzero.base import intercept
+from fzero.base import random as streams
 from fzero.testing import assert_trees_close, run_ranks
 
 ONE = torch.ones((), dtype=F64)
@@ -168,6 +168,6 @@ def test_a_thread_that_has_ended_has_ended() -> None:
     """Or what it leaves behind is destroyed while the interpreter ends, which aborts the process."""
     step = fz.train_step(lambda p, x: (x @ p["blocks"][0]["w"]).sum(), fz.sgd(0.1))
     run_ranks(lambda rank: step.forward(step.init(params_of()), X), 2)
-    assert intercept._stashed
-    intercept._wait_for_threads()
-    assert not any(os.path.exists(f"/proc/self/task/{number}") for number in intercept._stashed)
+    assert streams._stashed
+    streams._wait_for_threads()
+    assert not any(os.path.exists(f"/proc/self/task/{number}") for number in streams._stashed)

@@ -356,42 +356,8 @@ def messages(rank: int) -> Any:
 @in_turns(2)
 @pytest.mark.filterwarnings("ignore:fz.offload to 'host'")
 @pytest.mark.parametrize("backend", ["threads", "processes"])
-def test_messages_are_not_sent_again(backend: str) -> None:
+def test_messages_of_units_that_keep_values(backend: str) -> None:
     run_ranks(messages, 3 if backend == "threads" else 2, backend=backend)
-
-
-def opening_on_one_rank(rank: int) -> None:
-    """A unit of which one rank alone finds that its operations do not say all: the messages of all go on alike."""
-
-    @fz.unit
-    def opening(p: Params, x: torch.Tensor) -> torch.Tensor:
-        axis = fz.parallel.axis(None, "sp")
-        full = fz.parallel.gather(fz.name(torch.tanh(x @ p["w"]), "a"), axis, 0)
-        scale = torch.ones(D, dtype=F64) * 2
-        read = scale.sin()
-        if rank == 1:
-            scale.numpy()[:] = 3.0
-        return x + fz.parallel.sum((full.sin() * read * scale).cos().mean(0, keepdim=True), axis)
-
-    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
-        for p in params["blocks"]:
-            x = opening(p, x)
-        return x.square().mean()
-
-    found = []
-    for transform in (lambda step: step, lambda step: fz.remat(step, save=("a",))):
-        step = fz.shard_zero3(transform(fz.train_step(loss, fz.sgd(0.1))))
-        state, x = step.init({"blocks": params_of(2)["blocks"]}), torch.full((3, D), 0.5 + rank, dtype=F64)
-        for _ in range(3):
-            state, metrics = step(state, x)
-        found.append([metrics["loss"], fz.gather(state.params)])
-    assert_trees_equal(*found)
-
-
-@in_turns(2)
-@pytest.mark.parametrize("backend", ["threads", "processes"])
-def test_a_unit_with_messages_whose_operations_do_not_say_all_on_one_rank(backend: str) -> None:
-    run_ranks(opening_on_one_rank, 2, backend=backend)
 
 
 # ---- what is kept, and what runs again
