@@ -12,7 +12,7 @@ from fzero.base import pytree
 from fzero.base.context import during, jitting, proves
 from fzero.comm import pieces
 from fzero.graph import of_torch, operators, passes, program
-from fzero.graph.errors import need_plain, need_streams
+from fzero.graph.errors import need_plain, need_streams, refusing
 from fzero.graph.jit import Programs, place
 from fzero.graph.numbers import as_tensor, marked, number_of
 from fzero.graph.operators import Effects
@@ -56,22 +56,17 @@ class Function(Programs[Made]):
         out, made = self.called(
             name_of(self.fn), first, lambda: self.fn(*args, **kwargs), make, here is not None and bool(self.traces)
         )
-        if made is None:
+        if made is None or out is not None:
             return out
-        if out is not None:
-            own = pytree.ordered(out, is_leaf=is_state)[0]
-            kinds = made.result.leaves
-            if len(own) != len(kinds) or not all(map(_is, own, kinds)):
-                del self._begun[first]
-                raise ValueError(
-                    f"jit: {name_of(self.fn)} returns other leaves in a graph than without. Let nothing but its "
-                    "arguments decide what it returns, and return a state in the place of a count of it."
-                )
-            return out
-        axes = made.effects.axes_of_run(given.axes)
-        with torch.no_grad(), made.effects.running(axes, given.updates):
+        with torch.no_grad(), made.effects.running(given.axes, given.updates) as axes:
             out = made.result.made(made.run([x.detach() for x in given.tensors]), values=True)
-        return over_axes(out, {old.identity: axis for old, axis in zip(made.effects.axes, axes, strict=True)})
+        return over_axes(out, axes)
+
+    def leaves_of(self, out: Any) -> Sequence[object]:
+        return pytree.ordered(out, is_leaf=is_state)[0]
+
+    def kinds_of(self, program: Made) -> Sequence[object]:
+        return program.result.leaves
 
     def graph(self, *args: object, **kwargs: object) -> torch.fx.GraphModule:
         """The graph of a call with such arguments."""
@@ -107,7 +102,7 @@ class Function(Programs[Made]):
                     return trace(run, own, (), table, level=True), regions
 
         table = of_torch.decompositions(self.backend)
-        with self.tracing():
+        with refusing():
             traced, regions = with_regions(traced_here)
         passes.of_use(traced.forward, regions.traced, regions.silent)
         every = [traced.forward, *[each for region in regions.traced for each in (region.forward, region.pullback)]]
@@ -131,8 +126,3 @@ class Function(Programs[Made]):
             return f"other {' and '.join(other)} of {name_of(self.fn)}"
 
         return self.add(key, Made(program_of, results[0], traced, regions.effects), changed)
-
-
-def _is(x: object, kind: object) -> bool:
-    """Tells whether a leaf is one of `Flat.leaves`."""
-    return x.dtype == kind if isinstance(x, torch.Tensor) else kind is None or type(x) is kind

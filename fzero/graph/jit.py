@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Generic, TypeVar, Unpack
 
 import torch
 
 from fzero.base import private, pytree
-from fzero.base.context import during, in_differentiated
-from fzero.comm import backend, pieces
+from fzero.base.context import in_differentiated
+from fzero.comm import backend
 from fzero.engine.carry import Carry
-from fzero.engine.outcome import wanted_of
+from fzero.engine.outcome import Outcome, wanted_of
 from fzero.engine.weighing import counted
 from fzero.graph.errors import refusing
+from fzero.graph.nodes import result_of
 from fzero.graph.numbers import as_tensor, written_out
 from fzero.graph.program import joined
 from fzero.graph.run import Asked, GraphRun, Program, forward_only
@@ -50,12 +50,13 @@ class Programs(Generic[P]):
         self._plain = False  # after a trace that failed, where that may be
         self._programs: dict[object, P] = {}
         self._begun: dict[object, None] = {}  # what had its first run
-        self._heard: dict[object, list[tuple[int, ...]]] = {}  # what ranks told each other there
 
     def called(
         self, name: str, first: object, own: Callable[[], Any], make: Callable[[], P], ranks: bool = False
     ) -> tuple[Any, P | None]:
         """What a run without a graph returns, if it is the first one or nothing can be traced, and the program.
+
+        Both return the same leaves, or the function is refused.
 
         The first run proves that the function is pure. On several ranks it is the first call of all, which all make at
         once, whatever shapes each is given: messages come in one order, and no rank may send what others do not.
@@ -66,24 +67,36 @@ class Programs(Generic[P]):
         """
         out = None
         if first not in self._begun:
-            with during(pieces.heard, self._heard):
-                out = own()
+            out = own()
             self._begun[first] = None
             if len(self._begun) > KEPT:
                 del self._begun[next(iter(self._begun))]
         try:
-            return out, make()
+            program = make()
         except Exception as error:
             if not self.fallback or ranks:
                 raise
             self._plain = True
             warnings.warn(f"jit: {name} runs without a graph: {error}", stacklevel=5)
             return own() if out is None else out, None
+        if out is not None:
+            found, kinds = self.leaves_of(out), self.kinds_of(program)
+            if len(found) != len(kinds) or not all(map(_is, found, kinds)):
+                del self._begun[first]
+                raise ValueError(
+                    f"jit: {name} returns other leaves in a graph than without. Let nothing but its arguments decide "
+                    "what it returns, return a state in the place of a count of it, and make a number of Python whose "
+                    "type it asks for a static argument (static_argnums=)."
+                )
+        return out, program
 
-    @contextlib.contextmanager
-    def tracing(self) -> Iterator[None]:
-        with refusing(), during(pieces.heard, self._heard):
-            yield
+    def leaves_of(self, out: Any) -> Sequence[object]:
+        """Those that a run without a graph returns."""
+        raise NotImplementedError
+
+    def kinds_of(self, program: P) -> Sequence[object]:
+        """What the leaves of a program's result are: a tensor's dtype, a number's type, None of other values."""
+        raise NotImplementedError
 
     def taken(self, inputs: Sequence[object], is_leaf: pytree.Test | None = None) -> list[object]:
         """Inputs with numbers of Python as tensors, but for those that are static."""
@@ -116,6 +129,10 @@ class Programs(Generic[P]):
         return self._plain or private.transforms() or in_differentiated() or private.dispatch_modes()
 
 
+def _is(x: object, kind: object) -> bool:
+    return x.dtype == kind if isinstance(x, torch.Tensor) else kind is None or type(x) is kind
+
+
 class Jit(Programs[Program]):
     """The programs of a step and of what other transforms make of it."""
 
@@ -144,12 +161,7 @@ class Jit(Programs[Program]):
         """A run of the function. A step's first one is one without a graph, which proves that the function is pure."""
         wanted = wanted_of(inputs, argnums)
         out, program, given = self._called("vjp", step, state, inputs, wanted, own)
-        if program is None:
-            return out
-        if out is None:
-            return GraphRun(program, step, state, given, wanted, **asked)
-        program.need_dtypes(out.meta)
-        return out
+        return out if program is None or out is not None else GraphRun(program, step, state, given, wanted, **asked)
 
     def forward(
         self,
@@ -164,6 +176,13 @@ class Jit(Programs[Program]):
         """Outputs and aux."""
         out, program, given = self._called("forward", step, state, inputs, None, own)
         return out if program is None or out is not None else forward_only(program, step, state, given, seed, mask)
+
+    def leaves_of(self, out: Any) -> Sequence[object]:
+        return pytree.flatten((out.outputs, out.aux) if isinstance(out, Outcome) else out)[0]
+
+    def kinds_of(self, program: Program) -> Sequence[object]:
+        leaves = pytree.flatten(program.split([x.meta["val"] for x in result_of(program.traced.forward)])[:2])[0]
+        return [x.dtype if isinstance(x, torch.Tensor) else None for x in leaves]
 
     def _called(
         self,
@@ -205,7 +224,7 @@ class Jit(Programs[Program]):
         known = lambda: self._programs.get(key) or self._programs.get((key, place()))
         if (program := known()) is not None:
             return program
-        with self.tracing():
+        with refusing():
             if (program := known()) is None:  # else another rank's thread was first
                 program = Program(step, state, inputs, wanted, self.backend)
                 shapes = lambda: f"inputs of shapes {[tuple(x.shape) for x in pytree.tensors_in(*inputs)]}"

@@ -151,7 +151,7 @@ class StepRegions(Regions):
         moving = [is_real(x) and private.level_of(x) > 1 and x.requires_grad for x in map(_member, operands)]
         wanted = [i for i, moves in enumerate(moving) if moves and i not in flat.counts]
         metas = tuple(map(meta_of, operands))
-        places = tuple(map(self.effects.place_of, flat.axes))
+        places = tuple([axis.identity for axis in flat.axes])
         now = closed_over(step.fn), ambient_of("cpu")
         of = Identity(step), Identity(verb), flat.form, places, metas, tuple(wanted), now
         key = *of, *map(Identity, held.values())

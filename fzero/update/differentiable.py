@@ -85,14 +85,9 @@ def _next(count: Any, applied: Applied) -> Any:
     """The count after an update, one for all members; a tensor where it is one of a graph."""
     if not isinstance(count, torch.Tensor):
         return count + 1
-    return count + _some(applied)
-
-
-def _some(applied: Applied) -> torch.Tensor:
-    """Whether any member of a map applies it, where that is one of a graph."""
     assert isinstance(applied, torch.Tensor)
     with private.below_transforms():
-        return private.unwrapped(applied).any()
+        return count + private.unwrapped(applied).any()
 
 
 def _chosen(applied: Applied, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
@@ -149,10 +144,8 @@ def _kept(new: object, old: object, applied: Applied) -> object:
 
 def _next_extra(extra: Extra, old: object, params: Sharded, applied: Applied) -> object:
     """An entry of the state after an update; of members that skip it the tensors stay, as numbers are all members'."""
-    traced = extra.scale is not None and jitting.get() is not None
-    some = _some(applied) if traced else applied is not False
-    new = next_extra(extra, old, params, some)  # type: ignore[arg-type]
-    if traced or not isinstance(applied, torch.Tensor):
+    new = next_extra(extra, old, params, applied is not False)
+    if not isinstance(applied, torch.Tensor):
         return new
     # which may be of another kind than the entry began with
     return _kept(new, map_trees(lambda tree, own: own.over(tree.locals()), old, new), applied)

@@ -191,6 +191,7 @@ STEPS: dict[str, tuple[Callable[[fz.Step], fz.Step], str]] = {
     "weights": (lambda step: fz.accumulate(step, 2, weights=lambda x: x.abs().sum()), r"weights=.* fz\.jit\(step\)"),
     "lookahead": (lambda step: fz.lookahead(step, 2), r"line \d+\) decides by a value .*fzero\.update"),
     "adafactor": (lambda step: fz.train_step(step.fn, fz.adafactor(0.1)), r"decides by a value .*fzero\.optim"),
+    "loss scale": (fz.loss_scale, r"loss scale changes .*fz\.jit\(step\)"),
     "few bits": (lambda step: fz.train_step(step.fn, fz.sgd(0.1), policy=FEW_BITS), "are rounded stochastically"),
 }
 
