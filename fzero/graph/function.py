@@ -11,12 +11,12 @@ import torch
 from fzero.base import pytree
 from fzero.base.context import during, jitting, proves
 from fzero.comm import pieces
-from fzero.graph import of_torch, operators, passes, program
+from fzero.graph import of_torch, operators, program
 from fzero.graph.errors import need_plain, need_streams, refusing
 from fzero.graph.jit import Programs, place
 from fzero.graph.numbers import as_tensor, marked, number_of
 from fzero.graph.operators import Effects
-from fzero.graph.regions import StepRegions, with_regions
+from fzero.graph.regions import By, StepRegions, with_regions
 from fzero.graph.signatures import Flat, ambient_of, closed_over, is_state, meta_of, over_axes
 from fzero.graph.trace import Traced, trace
 from fzero.table.handle import name_of
@@ -93,10 +93,10 @@ class Function(Programs[Made]):
                 results[:] = [Flat(self.fn(*args, **kwargs))]
             return results[0].tensors, range(len(results[0].tensors)), ()
 
-        def traced_here(inline: bool) -> tuple[Traced, StepRegions]:
+        def traced_here(inline: bool, by: By) -> tuple[Traced, StepRegions]:
             with of_torch.fake_mode() as mode:
                 own = [marked(mode.from_tensor(x.detach()), number_of(x)) for x in given.tensors]
-                regions = StepRegions(mode, table, inline, effects := Effects(given.axes))
+                regions = StepRegions(mode, table, inline, effects := Effects(given.axes), by)
                 parts = during(jitting, regions), during(operators.tracing, regions), during(pieces.graph, effects)
                 with during(proves, False), parts[0], parts[1], parts[2]:
                     return trace(run, own, (), table, level=True), regions
@@ -104,7 +104,7 @@ class Function(Programs[Made]):
         table = of_torch.decompositions(self.backend)
         with refusing():
             traced, regions = with_regions(traced_here)
-        passes.of_use(traced.forward, regions.traced, regions.silent)
+        program.leave_unused(traced.forward, regions.traced)
         every = [traced.forward, *[each for region in regions.traced for each in (region.forward, region.pullback)]]
         nodes = [node for module in every for node in module.graph.nodes]
         need_plain(nodes)

@@ -55,7 +55,7 @@ class Program:
         traversal = traversal_of(step, state, (), derived=wanted is not None, runs=False)[0]
         table, axis = of_torch.decompositions(backend), state.params.axis
 
-        def traced_here(inline: bool) -> tuple[UnitRegions, FunctionGraphs]:
+        def traced_here(inline: bool, _: object) -> tuple[UnitRegions, FunctionGraphs]:
             own = UnitRegions(traversal, axis, table, inline, wanted is not None)
             return own, own.trace(step, state.params.structure, inputs, wanted or ())
 
