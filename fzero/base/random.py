@@ -22,20 +22,6 @@ _one_at_a_time = threading.Lock()
 _in_use: list[seeded] = []  # regions that have seeded the default generators
 
 
-def note_regions() -> Callable[[], None]:
-    """Notes how many regions this thread is in; what it returns leaves those that are more."""
-    stream, count = intercept.current_stream(), len(_in_use)
-
-    def restore() -> None:
-        if intercept.acts_for_main():
-            for outermost in _in_use[count:][::-1]:
-                outermost.__exit__()
-        elif intercept.current_stream() is not stream:
-            intercept.swap_stream(stream)
-
-    return restore
-
-
 def _mixed(state: int, number: int) -> int:
     state = (state + (number & _MASK) * 0xBF58476D1CE4E5B9 + 0x9E3779B97F4A7C15) & _MASK
     state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK

@@ -18,7 +18,7 @@ from torch.fx.node import has_side_effect
 
 from fzero.base import private
 from fzero.base.context import during, variable
-from fzero.base.random import Later, note_regions, seeded
+from fzero.base.random import Later, seeded
 from fzero.comm import pieces
 from fzero.comm.axis import Axis
 from fzero.comm.pieces import Came, Start
@@ -98,6 +98,7 @@ class Effects(list[Effect]):
         self.axes: dict[object, Axis] = {axis.identity: axis for axis in given}
         self._given = [*self.axes]
         self._origins: dict[object, Axis] = {}  # of components that begin in the function
+        self._streams: list[seeded] = []  # that a run is in
 
     def host(self, run: Callable[[Tensors], object], xs: Tensors, likes: Tensors, streams: int = 0) -> Tensors:
         """What `run` makes of tensors, in the forms of others, as a node of the graph.
@@ -131,15 +132,14 @@ class Effects(list[Effect]):
     @contextlib.contextmanager
     def stream(self, draw: Callable[..., seeded], given: Tensors = ()) -> Iterator[None]:
         """Inside, random numbers are those of another stream, which `draw(*given)` begins in each run."""
-        streams: list[seeded] = []
 
         def begin(xs: Tensors) -> None:
-            streams.append(draw(*xs))
-            streams[-1].__enter__()
+            self._streams.append(draw(*xs))
+            self._streams[-1].__enter__()
 
         self.host(begin, given, (), streams=1)
         yield
-        self.host(lambda _: streams.pop().__exit__(None, None, None), (), (), streams=-1)
+        self.host(lambda _: self._streams.pop().__exit__(), (), (), streams=-1)
 
     # ---- of a function's graph
 
@@ -160,12 +160,12 @@ class Effects(list[Effect]):
         counts = dict(zip(self._given, updates, strict=True))
         axes |= {key: origin.of_component(axes[key].component) for key, origin in self._origins.items()}
         own = {key: axis.of_next_run(counts.get(key, 0)) for key, axis in axes.items()} if self else {}
-        end_streams = note_regions()
         try:
             with during(_axes, own):
                 yield axes
         finally:
-            end_streams()  # where it has failed inside of one
+            while self._streams:  # where it has failed inside of one
+                self._streams.pop().__exit__()
 
     def sent(
         self, axis: Axis, verb: str, x: torch.Tensor, rows: int | None, tag: object, *dtype: torch.dtype

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from fzero.state.squares import squares_of
 from fzero.state.train_state import TrainState
 from fzero.table.optimizer import members_of
 from fzero.table.spec import LEAF_NORMS, Extra, Spec
-from fzero.update.writing import changed, due
+from fzero.update.writing import changed
 
 Applied = bool | torch.Tensor  # of the members that are mapped over, where these differ
 
@@ -60,7 +60,7 @@ def differentiable_update(
         stepped = given.map(torch.add, values(updates))
         params, count = _stepped(params, own, stepped, applied), _next(count, applied)
         moments = with_kept_moments(_kept(map_trees(_in_moment_dtype, new), before, applied), moments)
-        params, extras = _changed_by(due(step, state), state, params, applied)
+        params, extras = _changed_by(step, state, params, applied)
     else:
         extras = state.extra
     if LEAF_NORMS in step.metrics:
@@ -114,17 +114,21 @@ def _stepped(params: Sharded, own: Sharded, new: Sharded, applied: Applied) -> S
 
 
 def _changed_by(
-    due: Sequence[Extra], state: TrainState, params: Sharded, applied: Applied
+    step: Spec, state: TrainState, params: Sharded, applied: Applied
 ) -> tuple[Sharded, Mapping[str, object]]:
     """The params and the entries to go on with, after those that change the params have."""
     extras = dict(state.extra)
-    for extra in due:
+    for extra in step.extras:
+        due = extra.is_due(state.step + 1)  # a tensor in a function's graph
+        if due is False:
+            continue
+        now = applied if due is True else applied & due
         old, own = extras[extra.name], params.only(params.layout.trainable)
         assert is_sharded(old)
         old = copied(old) if is_others(extra.changes) else old  # which may write to it
         value, new = changed(extra, old, values(own))
-        extras[extra.name] = _kept(value, state.extra[extra.name], applied)
-        params = _stepped(params, own, new, applied)
+        extras[extra.name] = _kept(value, state.extra[extra.name], now)
+        params = _stepped(params, own, new, now)
     return params, extras
 
 

@@ -39,6 +39,7 @@ OPTIMIZERS: dict[str, Callable[[], fz.GradientTransformation]] = {
     "muon": lambda: fz.partition({"b": fz.adamw(1e-2), "*": fz.muon(1e-2)}),
     "clipped": lambda: fz.chain(fz.clip_by_global_norm(0.1), fz.whole(fz.adamw(1e-2))),
     "of one's own": written_by_hand,
+    "adafactor": lambda: fz.adafactor(0.1),
 }
 
 
