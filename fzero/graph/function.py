@@ -53,20 +53,14 @@ class Function(Programs[Made]):
         here = place()
         first = key[1:] if here is None else (here, given.form[-1])
         make = lambda: self._programs.get(key) or self._add(key, given)
-        out, made = self.called(
-            name_of(self.fn), first, lambda: self.fn(*args, **kwargs), make, here is not None and bool(self.traces)
-        )
+        leaves = lambda out, made: (pytree.ordered(out, is_leaf=is_state)[0], made.result.leaves)
+        own, ranks = lambda: self.fn(*args, **kwargs), here is not None and bool(self.traces)
+        out, made = self.called(name_of(self.fn), first, own, make, leaves, ranks)
         if made is None or out is not None:
             return out
         with torch.no_grad(), made.effects.running(given.axes, given.updates) as axes:
             out = made.result.made(made.run([x.detach() for x in given.tensors]), values=True)
         return over_axes(out, axes)
-
-    def leaves_of(self, out: Any) -> Sequence[object]:
-        return pytree.ordered(out, is_leaf=is_state)[0]
-
-    def kinds_of(self, program: Made) -> Sequence[object]:
-        return program.result.leaves
 
     def graph(self, *args: object, **kwargs: object) -> torch.fx.GraphModule:
         """The graph of a call with such arguments."""
