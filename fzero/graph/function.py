@@ -12,7 +12,7 @@ from fzero.base import pytree
 from fzero.base.context import during, jitting, proves
 from fzero.comm import pieces
 from fzero.graph import of_torch, operators, program
-from fzero.graph.errors import need_plain, need_streams, refusing
+from fzero.graph.errors import need_plain, need_streams
 from fzero.graph.jit import Programs, place
 from fzero.graph.numbers import as_tensor, marked, number_of
 from fzero.graph.operators import Effects
@@ -96,7 +96,7 @@ class Function(Programs[Made]):
                     return trace(run, own, (), table, level=True), regions
 
         table = of_torch.decompositions(self.backend)
-        with refusing():
+        with self.tracing():
             traced, regions = with_regions(traced_here)
         program.leave_unused(traced.forward, regions.traced)
         every = [traced.forward, *[each for region in regions.traced for each in (region.forward, region.pullback)]]

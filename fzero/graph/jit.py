@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Generic, TypeVar, Unpack
 
 import torch
 
 from fzero.base import private, pytree
-from fzero.base.context import in_differentiated
-from fzero.comm import backend
+from fzero.base.context import during, in_differentiated
+from fzero.comm import backend, pieces
 from fzero.engine.carry import Carry
 from fzero.engine.outcome import Outcome, wanted_of
 from fzero.engine.weighing import counted
@@ -50,6 +51,7 @@ class Programs(Generic[P]):
         self._plain = False  # after a trace that failed, where that may be
         self._programs: dict[object, P] = {}
         self._begun: dict[object, None] = {}  # what had its first run
+        self._heard: dict[object, list[tuple[int, ...]]] = {}  # what ranks told each other there
 
     def called(
         self,
@@ -74,7 +76,8 @@ class Programs(Generic[P]):
         """
         out = None
         if first not in self._begun:
-            out = own()
+            with during(pieces.heard, self._heard):
+                out = own()
             self._begun[first] = None
             if len(self._begun) > KEPT:
                 del self._begun[next(iter(self._begun))]
@@ -96,6 +99,11 @@ class Programs(Generic[P]):
                     "type it asks for a static argument (static_argnums=)."
                 )
         return out, program
+
+    @contextlib.contextmanager
+    def tracing(self) -> Iterator[None]:
+        with refusing(), during(pieces.heard, self._heard):
+            yield
 
     def taken(self, inputs: Sequence[object], is_leaf: pytree.Test | None = None) -> list[object]:
         """Inputs with numbers of Python as tensors, but for those that are static."""
@@ -222,7 +230,7 @@ class Jit(Programs[Program]):
         known = lambda: self._programs.get(key) or self._programs.get((key, place()))
         if (program := known()) is not None:
             return program
-        with refusing():
+        with self.tracing():
             if (program := known()) is None:  # else another rank's thread was first
                 program = Program(step, state, inputs, wanted, self.backend)
                 shapes = lambda: f"inputs of shapes {[tuple(x.shape) for x in pytree.tensors_in(*inputs)]}"
