@@ -71,22 +71,14 @@ def as_grads(layout: Layout, sums: Mapping[Key, Buffer]) -> Sums:
 
 
 def scale_of(step: Spec, state: TrainState) -> float:
-    """The factor of cotangents inside the pullback; a 0-d tensor in a function's graph, where it changes."""
+    """The factor of cotangents inside the pullback."""
     return math.prod(extra.factor(state.extra[extra.name]) for extra in step.extras)
 
 
 def grads_of(step: Spec, state: TrainState, buffers: Mapping[Key, Buffer], times: float = 1.0) -> Sharded:
     """Scaled sums of gradients as a tree like the params; `times` is by what to divide them too."""
-    params, scale = state.params, scale_of(step, state) * times
-    if isinstance(scale, torch.Tensor):
-        buffers, scale = unscaled(buffers, scale), 1.0
-    return Sharded(params.layout, params.axis, params.structure, buffers, None, scale)
-
-
-def unscaled(buffers: Mapping[Key, Buffer], scale: torch.Tensor) -> dict[Key, Buffer]:
-    """Gradients by what they were scaled: in a graph no tree can note it."""
-    values = {key: tensor_of(buffer) for key, buffer in buffers.items()}
-    return {key: (x.float() if x.itemsize < 4 else x) / scale.to(x.device) for key, x in values.items()}
+    params = state.params
+    return Sharded(params.layout, params.axis, params.structure, buffers, None, scale_of(step, state) * times)
 
 
 class Batch:
@@ -229,7 +221,6 @@ class Pullback:
         self._spec = pytree.flatten(tuple(inputs))[1]
         self._scalars = scalars_in([run.outputs for run in self._runs])
         self._times: float | None = None  # of a first half: by what to divide what the second will bring
-        self._scale = scale
         self._like = grads_of(step, state, {})  # not the state itself: a used pullback holds nothing of it
 
     def taken(self) -> tuple[object, object]:
@@ -354,5 +345,4 @@ class Pullback:
         assert total is not None
         if times != 1.0:
             total = {key: put_again(x, tensor_of(x) / times) for key, x in total.items()}
-        found = as_grads(self._like.layout, total)
-        return self._like.with_buffers(unscaled(found, self._scale) if isinstance(self._scale, torch.Tensor) else found)
+        return self._like.with_buffers(as_grads(self._like.layout, total))

@@ -87,17 +87,14 @@ class Outcome:
         cotangents = self.check(cotangent)
         if self.mask.partial:
             self.mask.given = is_given(cotangents)
-        return [(c * self.scale).to(c.dtype) for c in cotangents] if self._scales() else cotangents
-
-    def _scales(self) -> bool:
-        return isinstance(self.scale, torch.Tensor) or self.scale != 1.0
+        return [c * self.scale for c in cotangents] if self.scale != 1.0 else cotangents
 
     def _placed(self, wanted: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """Cotangents of the flat inputs, None where there is none."""
         out: list[torch.Tensor | None] = [None] * self.count
         for place, value in zip(self.wanted, wanted, strict=True):
             own = kept(self.mask, value)
-            out[place] = (own / self.scale).to(own.dtype) if self._scales() else own
+            out[place] = own / self.scale if self.scale != 1.0 else own
         return out
 
     def check_structure(self, cotangent: object) -> None:

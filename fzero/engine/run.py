@@ -397,4 +397,4 @@ def run_of(
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):  # another graph goes on through this one
         return own()
     given = {"argnums": argnums, "seed": seed, "scale": scale, "unreduced": unreduced, "alone": alone}
-    return step.graphs.run(step, state, inputs, own, again=own, partial=partial, mask=mask, **given)  # type: ignore[no-any-return]
+    return step.graphs.run(step, state, inputs, own, partial=partial, mask=mask, **given)  # type: ignore[no-any-return]

@@ -11,12 +11,12 @@ import torch
 from fzero.base import pytree
 from fzero.base.context import during, jitting, proves
 from fzero.comm import pieces
-from fzero.graph import of_torch, operators, passes, program
+from fzero.graph import of_torch, operators, program
 from fzero.graph.errors import need_plain, need_streams
 from fzero.graph.jit import Programs, place
 from fzero.graph.numbers import as_tensor, marked, number_of
 from fzero.graph.operators import Effects
-from fzero.graph.regions import StepRegions, with_regions
+from fzero.graph.regions import By, StepRegions, with_regions
 from fzero.graph.signatures import Flat, ambient_of, closed_over, is_state, meta_of, over_axes
 from fzero.graph.trace import Traced, trace
 from fzero.table.handle import name_of
@@ -53,25 +53,14 @@ class Function(Programs[Made]):
         here = place()
         first = key[1:] if here is None else (here, given.form[-1])
         make = lambda: self._programs.get(key) or self._add(key, given)
-        out, made = self.called(
-            name_of(self.fn), first, lambda: self.fn(*args, **kwargs), make, here is not None and bool(self.traces)
-        )
-        if made is None:
+        leaves = lambda out, made: (pytree.ordered(out, is_leaf=is_state)[0], made.result.leaves)
+        own, ranks = lambda: self.fn(*args, **kwargs), here is not None and bool(self.traces)
+        out, made = self.called(name_of(self.fn), first, own, make, leaves, ranks)
+        if made is None or out is not None:
             return out
-        if out is not None:
-            own = pytree.ordered(out, is_leaf=is_state)[0]
-            kinds = made.result.leaves
-            if len(own) != len(kinds) or not all(map(_is, own, kinds)):
-                del self._begun[first]
-                raise ValueError(
-                    f"jit: {name_of(self.fn)} returns other leaves in a graph than without. Let nothing but its "
-                    "arguments decide what it returns, and return a state in the place of a count of it."
-                )
-            return out
-        axes = made.effects.axes_of_run(given.axes)
-        with torch.no_grad(), made.effects.running(axes, given.updates):
+        with torch.no_grad(), made.effects.running(given.axes, given.updates) as axes:
             out = made.result.made(made.run([x.detach() for x in given.tensors]), values=True)
-        return over_axes(out, {old.identity: axis for old, axis in zip(made.effects.axes, axes, strict=True)})
+        return over_axes(out, axes)
 
     def graph(self, *args: object, **kwargs: object) -> torch.fx.GraphModule:
         """The graph of a call with such arguments."""
@@ -98,10 +87,10 @@ class Function(Programs[Made]):
                 results[:] = [Flat(self.fn(*args, **kwargs))]
             return results[0].tensors, range(len(results[0].tensors)), ()
 
-        def traced_here(inline: bool) -> tuple[Traced, StepRegions]:
+        def traced_here(inline: bool, by: By) -> tuple[Traced, StepRegions]:
             with of_torch.fake_mode() as mode:
                 own = [marked(mode.from_tensor(x.detach()), number_of(x)) for x in given.tensors]
-                regions = StepRegions(mode, table, inline, effects := Effects(given.axes))
+                regions = StepRegions(mode, table, inline, effects := Effects(given.axes), by)
                 parts = during(jitting, regions), during(operators.tracing, regions), during(pieces.graph, effects)
                 with during(proves, False), parts[0], parts[1], parts[2]:
                     return trace(run, own, (), table, level=True), regions
@@ -109,7 +98,7 @@ class Function(Programs[Made]):
         table = of_torch.decompositions(self.backend)
         with self.tracing():
             traced, regions = with_regions(traced_here)
-        passes.of_use(traced.forward, regions.traced, regions.silent)
+        program.leave_unused(traced.forward, regions.traced)
         every = [traced.forward, *[each for region in regions.traced for each in (region.forward, region.pullback)]]
         nodes = [node for module in every for node in module.graph.nodes]
         need_plain(nodes)
@@ -131,8 +120,3 @@ class Function(Programs[Made]):
             return f"other {' and '.join(other)} of {name_of(self.fn)}"
 
         return self.add(key, Made(program_of, results[0], traced, regions.effects), changed)
-
-
-def _is(x: object, kind: object) -> bool:
-    """Tells whether a leaf is one of `Flat.leaves`."""
-    return x.dtype == kind if isinstance(x, torch.Tensor) else kind is None or type(x) is kind

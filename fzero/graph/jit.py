@@ -14,9 +14,10 @@ from fzero.base import private, pytree
 from fzero.base.context import during, in_differentiated
 from fzero.comm import backend, pieces
 from fzero.engine.carry import Carry
-from fzero.engine.outcome import wanted_of
+from fzero.engine.outcome import Outcome, wanted_of
 from fzero.engine.weighing import counted
 from fzero.graph.errors import refusing
+from fzero.graph.nodes import result_of
 from fzero.graph.numbers import as_tensor, written_out
 from fzero.graph.program import joined
 from fzero.graph.run import Asked, GraphRun, Program, forward_only
@@ -53,15 +54,24 @@ class Programs(Generic[P]):
         self._heard: dict[object, list[tuple[int, ...]]] = {}  # what ranks told each other there
 
     def called(
-        self, name: str, first: object, own: Callable[[], Any], make: Callable[[], P], ranks: bool = False
+        self,
+        name: str,
+        first: object,
+        own: Callable[[], Any],
+        make: Callable[[], P],
+        leaves: Callable[[Any, P], tuple[Sequence[object], Sequence[object]]],
+        ranks: bool = False,
     ) -> tuple[Any, P | None]:
         """What a run without a graph returns, if it is the first one or nothing can be traced, and the program.
+
+        Both return the same leaves, or the function is refused.
 
         The first run proves that the function is pure. On several ranks it is the first call of all, which all make at
         once, whatever shapes each is given: messages come in one order, and no rank may send what others do not.
 
         Args:
             first: what such a run is made for once.
+            leaves: of such a run's result, and what those of a program are: dtypes, types of numbers, None of values.
             ranks: whether others run their graphs, so that this must be traced.
         """
         out = None
@@ -72,13 +82,23 @@ class Programs(Generic[P]):
             if len(self._begun) > KEPT:
                 del self._begun[next(iter(self._begun))]
         try:
-            return out, make()
+            program = make()
         except Exception as error:
             if not self.fallback or ranks:
                 raise
             self._plain = True
             warnings.warn(f"jit: {name} runs without a graph: {error}", stacklevel=5)
             return own() if out is None else out, None
+        if out is not None:
+            found, kinds = leaves(out, program)
+            if len(found) != len(kinds) or not all(map(_is, found, kinds)):
+                del self._begun[first]
+                raise ValueError(
+                    f"jit: {name} returns other leaves in a graph than without. Let nothing but its arguments decide "
+                    "what it returns, return a state in the place of a count of it, and make a number of Python whose "
+                    "type it asks for a static argument (static_argnums=)."
+                )
+        return out, program
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
@@ -116,6 +136,10 @@ class Programs(Generic[P]):
         return self._plain or private.transforms() or in_differentiated() or private.dispatch_modes()
 
 
+def _is(x: object, kind: object) -> bool:
+    return x.dtype == kind if isinstance(x, torch.Tensor) else kind is None or type(x) is kind
+
+
 class Jit(Programs[Program]):
     """The programs of a step and of what other transforms make of it."""
 
@@ -144,12 +168,7 @@ class Jit(Programs[Program]):
         """A run of the function. A step's first one is one without a graph, which proves that the function is pure."""
         wanted = wanted_of(inputs, argnums)
         out, program, given = self._called("vjp", step, state, inputs, wanted, own)
-        if program is None:
-            return out
-        if out is None:
-            return GraphRun(program, step, state, given, wanted, **asked)
-        program.need_dtypes(out.meta)
-        return out
+        return out if program is None or out is not None else GraphRun(program, step, state, given, wanted, **asked)
 
     def forward(
         self,
@@ -183,7 +202,13 @@ class Jit(Programs[Program]):
         if first not in self._begun:
             need_traceable(step, state)
         make = lambda: self._program(key, step, state, given, wanted)
-        return *self.called(step.name, first, own, make), given
+
+        def leaves(out: Any, program: Program) -> tuple[list[object], list[object]]:
+            found = pytree.flatten((out.outputs, out.aux) if isinstance(out, Outcome) else out)[0]
+            result = pytree.flatten(program.split([x.meta["val"] for x in result_of(program.traced.forward)])[:2])[0]
+            return found, [x.dtype if isinstance(x, torch.Tensor) else None for x in result]
+
+        return *self.called(step.name, first, own, make, leaves), given
 
     def _given(self, step: Spec, inputs: Inputs) -> Inputs:
         """Inputs with numbers of Python as tensors, but for static ones and what is carried."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import zlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from torch.fx.node import has_side_effect
 
 from fzero.base import private
 from fzero.base.context import during, variable
-from fzero.base.random import Later, note_regions, seeded
+from fzero.base.random import Later, seeded
 from fzero.comm import pieces
 from fzero.comm.axis import Axis
 from fzero.comm.pieces import Came, Start
@@ -44,7 +44,7 @@ class Effect(NamedTuple):
 
 
 tracing: contextvars.ContextVar[Any] = variable("tracing", None)  # the `Regions` of a trace
-_axes: contextvars.ContextVar[Sequence[Axis]] = variable("axes_of_run", ())  # of the run that is under way
+_axes: contextvars.ContextVar[Mapping[object, Axis]] = variable("axes_of_run", {})  # of the run that is under way
 
 
 def like(x: torch.Tensor) -> torch.Tensor:
@@ -96,9 +96,10 @@ class Effects(list[Effect]):
 
     def __init__(self, given: Sequence[Axis] = ()) -> None:
         super().__init__()
-        self.axes = [*given]
-        self._given = len(given)
-        self._origins: dict[int, Axis] = {}  # of components that begin in the function
+        self.axes: dict[object, Axis] = {axis.identity: axis for axis in given}
+        self._given = [*self.axes]
+        self._origins: dict[object, Axis] = {}  # of components that begin in the function
+        self._streams: list[seeded] = []  # that a run is in
 
     def host(self, run: Callable[[Tensors], object], xs: Tensors, likes: Tensors, streams: int = 0) -> Tensors:
         """What `run` makes of tensors, in the forms of others, as a node of the graph.
@@ -137,53 +138,40 @@ class Effects(list[Effect]):
     @contextlib.contextmanager
     def stream(self, draw: Callable[..., seeded], given: Tensors = ()) -> Iterator[None]:
         """Inside, random numbers are those of another stream, which `draw(*given)` begins in each run."""
-        streams: list[seeded] = []
 
         def begin(xs: Tensors) -> None:
-            streams.append(draw(*xs))
-            streams[-1].__enter__()
+            self._streams.append(draw(*xs))
+            self._streams[-1].__enter__()
 
         self.host(begin, given, (), streams=1)
         yield
-        self.host(lambda _: streams.pop().__exit__(None, None, None), (), (), streams=-1)
+        self.host(lambda _: self._streams.pop().__exit__(), (), (), streams=-1)
 
     # ---- of a function's graph
 
     def begun(self, axis: Axis, origin: Axis) -> Axis:
         """The axis of a component that begins in the function: in each run it is another one."""
-        self._origins[len(self.axes)] = origin
-        self.axes.append(axis)
+        self._origins[axis.identity] = origin
+        self.axes[axis.identity] = axis
         return axis
 
-    def place_of(self, axis: Axis) -> int:
-        """The number of an axis."""
-        for place, own in enumerate(self.axes):
-            if own is axis or (axis.identity and own.identity == axis.identity):
-                return place
-        self.axes.append(axis)
-        return len(self.axes) - 1
-
-    def axes_of_run(self, given: Sequence[Axis]) -> list[Axis]:
-        """The axes of one run, which all ranks begin."""
-        out = [*given, *self.axes[self._given :]]
-        for place, origin in self._origins.items():
-            out[place] = origin.of_component(self.axes[place].component)
-        return out
-
     @contextlib.contextmanager
-    def running(self, axes: Sequence[Axis], updates: Sequence[int]) -> Iterator[None]:
-        """Around a run.
+    def running(self, given: Sequence[Axis], updates: Sequence[int]) -> Iterator[Mapping[object, Axis]]:
+        """Around a run, which all ranks begin; its axes, by the identities of those of the trace.
 
         Args:
-            updates: of each state that is given, how many it has had.
+            given: those of the states that it is given; `updates`, how many each has had.
         """
-        counts, end_streams = [*updates, *[0] * (len(axes) - len(updates))], note_regions()
-        own = [axis.of_next_run(count) for axis, count in zip(axes, counts, strict=True)] if self else []
+        axes = self.axes | dict(zip(self._given, given, strict=True))
+        counts = dict(zip(self._given, updates, strict=True))
+        axes |= {key: origin.of_component(axes[key].component) for key, origin in self._origins.items()}
+        own = {key: axis.of_next_run(counts.get(key, 0)) for key, axis in axes.items()} if self else {}
         try:
             with during(_axes, own):
-                yield
+                yield axes
         finally:
-            end_streams()  # where it has failed inside of one
+            while self._streams:  # where it has failed inside of one
+                self._streams.pop().__exit__()
 
     def sent(
         self, axis: Axis, verb: str, x: torch.Tensor, rows: int | None, tag: object, *dtype: torch.dtype
@@ -194,10 +182,11 @@ class Effects(list[Effect]):
             rows: its leading dim; None where it has the shape of `x`.
         """
         assert private.in_function() or not private.is_differentiated(x), "a message without its derivative"
-        place, whole = self.place_of(axis), axis.group is None
+        key, whole = axis.identity or id(axis), axis.group is None
+        self.axes.setdefault(key, axis)
 
         def run(xs: Tensors) -> Tensors:
-            own = _axes.get()[place].uncut if whole else _axes.get()[place]
+            own = _axes.get()[key].uncut if whole else _axes.get()[key]
             return [getattr(own, verb)(xs[0], tag, *dtype).contiguous()]
 
         with of_torch.untraced():

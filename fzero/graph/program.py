@@ -11,7 +11,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fzero.graph import of_torch, operators
-from fzero.graph.nodes import draws, extracted, is_view, result_of
+from fzero.graph.nodes import draws, extracted, is_item, is_view, result_of
 from fzero.graph.trace import Traced
 
 Run = Callable[..., list[Any]]
@@ -58,6 +58,21 @@ def scheduled(module: GraphModule, groups: Sequence[int | None] = ()) -> GraphMo
     end.args = (result,)
     module.recompile()
     return module
+
+
+def leave_unused(module: GraphModule, regions: Sequence[Traced]) -> None:
+    """Takes out of regions, and of a graph that calls them, what nobody uses."""
+    module.graph.eliminate_dead_code(lambda node: node.is_impure() or node.target in operators.OWN)  # which may send
+    used = [set[object]() for _ in regions]
+    for node in module.graph.find_nodes(op="call_function", target=operators.REGION):
+        used[node.args[1]] |= {user.args[1] for user in node.users if is_item(user)}
+    for region, places in zip(regions, used, strict=True):
+        own = region.forward.graph
+        end = next(iter(own.find_nodes(op="output")))
+        end.args = ([x if i in places else None for i, x in enumerate(result_of(region.forward))],)
+        own.eliminate_dead_code()
+        region.forward.recompile()
+    module.recompile()
 
 
 def compiled(module: GraphModule, run_of: RunOf | None = None, keeps: GraphModule | None = None) -> Run:
@@ -168,14 +183,7 @@ def by_inductor(module: GraphModule) -> Run:
     run = _made.get(text)
     if run is None:
         run = _made[text] = of_torch.by_inductor(module, given)
-    if not constants:
-        return run
-
-    def call(xs: list[torch.Tensor]) -> list[torch.Tensor]:
-        xs += constants
-        return run(xs)
-
-    return call
+    return run if not constants else lambda xs: run(operator.iadd(xs, constants))
 
 
 LEAST = 8  # operators that are worth a compilation, and a call of compiled code

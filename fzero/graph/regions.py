@@ -30,12 +30,28 @@ class Inline(Exception):
     """The function differentiates a region itself: its operators are to be part of the function's own graph."""
 
 
-def with_regions(run: Callable[[bool], T]) -> T:
-    """`run(inline)`, which says whether what would be regions is part of the function's own graph."""
-    try:
-        return run(False)
-    except Inline:
-        return run(True)
+class Differentiated(Exception):
+    """The function differentiates by outputs of a region that its pullback is not given the cotangents of."""
+
+
+By = dict[int, set[int]]  # of regions, by number, places of outputs
+
+
+def with_regions(run: Callable[[bool, By], T]) -> T:
+    """`run(inline, by)`.
+
+    `inline` says whether what would be regions is part of the function's own graph; `by`, which of a step's metrics it
+    differentiates by. That is seen where it does so: then the function is traced once more.
+    """
+    inline, by = False, By()
+    while True:
+        try:
+            return run(inline, by)
+        except Inline:
+            inline = True
+        except Differentiated as error:
+            number, places = error.args
+            by.setdefault(number, set()).update(places)
 
 
 class Regions:
@@ -46,13 +62,13 @@ class Regions:
         inline: whether what would be a region is part of the function's own graph.
 
     Attributes:
-        silent: of those that are pulled back the places among their cotangents of what is zero in each pullback.
+        left: of a region the places of outputs that are differentiable, and whose cotangents its pullback leaves out.
     """
 
     def __init__(self, mode: AbstractContextManager[object], decompositions: of_torch.Table, inline: bool) -> None:
         self.mode, self.decompositions, self.inline = mode, decompositions, inline
         self.traced: list[Traced] = []
-        self.silent: dict[int, set[int]] = {}
+        self.left: By = {}
 
     def called(self, region: int) -> list[torch.Tensor]:
         return [like(x.meta["val"]) for x in result_of(self.traced[region].forward)]
@@ -83,7 +99,8 @@ class _Called(torch.autograd.Function):
         ctx.count = len(operands)
         ctx.save_for_backward(*[output[i] if i >= 0 else operands[-1 - i] for i in traced.saved])
         ctx.metas = [(output[i].shape, output[i].dtype, output[i].device) for i in traced.real]
-        ctx.mark_non_differentiable(*[x for i, x in enumerate(output) if i not in traced.real])
+        ctx.left = ctx.regions.left.get(ctx.number, set())
+        ctx.mark_non_differentiable(*[x for i, x in enumerate(output) if i not in {*traced.real, *ctx.left}])
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -92,13 +109,12 @@ class _Called(torch.autograd.Function):
         mapped = any([x is not None and private.is_mapped(x) for x in cotangents])  # as in torch.func.jacrev
         if levels > 2 or (levels == 0 and torch.is_grad_enabled()) or mapped:
             raise Inline
-        regions: Regions = ctx.regions
-        traced, own = regions.traced[ctx.number], [cotangents[i] for i in regions.traced[ctx.number].real]
-        silent = {place for place, x in enumerate(own) if x is None}
-        regions.silent[ctx.number] = regions.silent.get(ctx.number, silent) & silent
+        if missed := {i for i in ctx.left if cotangents[i] is not None}:
+            raise Differentiated(ctx.number, missed)
+        traced: Traced = ctx.regions.traced[ctx.number]
         given = [
             torch.zeros(shape, dtype=dtype, device=device) if x is None else x.contiguous()
-            for x, (shape, dtype, device) in zip(own, ctx.metas, strict=True)
+            for x, (shape, dtype, device) in zip([cotangents[i] for i in traced.real], ctx.metas, strict=True)
         ]
         found = iter(operators.PULL([*ctx.saved_tensors, *given], ctx.number))
         out: list[torch.Tensor | None] = [None] * ctx.count
@@ -124,11 +140,12 @@ class StepRegions(Regions):
 
     Args:
         effects: what the graph calls besides torch's operators.
+        by: the metrics of each region that the function differentiates by.
     """
 
-    def __init__(self, mode: Any, decompositions: of_torch.Table, inline: bool, effects: Effects) -> None:
+    def __init__(self, mode: Any, decompositions: of_torch.Table, inline: bool, effects: Effects, by: By) -> None:
         super().__init__(mode, decompositions, inline)
-        self.effects = effects
+        self.effects, self.by = effects, by
         self.sent, self.begun = effects.sent, effects.begun
         self._known: dict[object, tuple[int, Flat]] = {}
         self._runs: list[Traceable] = []
@@ -151,7 +168,7 @@ class StepRegions(Regions):
         moving = [is_real(x) and private.level_of(x) > 1 and x.requires_grad for x in map(_member, operands)]
         wanted = [i for i, moves in enumerate(moving) if moves and i not in flat.counts]
         metas = tuple(map(meta_of, operands))
-        places = tuple(map(self.effects.place_of, flat.axes))
+        places = tuple([axis.identity for axis in flat.axes])
         now = closed_over(step.fn), ambient_of("cpu")
         of = Identity(step), Identity(verb), flat.form, places, metas, tuple(wanted), now
         key = *of, *map(Identity, held.values())
@@ -164,16 +181,25 @@ class StepRegions(Regions):
                 optimizer, fn, extras = rebound(own, lambda x: new.get(id(x), x))
                 made = dataclasses.replace(step, optimizer=optimizer, fn=fn, extras=extras) if held else step
                 state, given = flat.made(tensors[:count], values=False)
-                results[:] = [Flat(verb(made, state, *given))]
+                updated = verb(made, state, *given)
+                results[:] = [Flat(updated)]
                 outs, counts = results[0].tensors, results[0].counts
-                return outs, [i for i in range(len(outs)) if i not in counts], ()
+                moving = {i for i, x in enumerate(outs) if is_real(x) and i not in counts}
+                of_state = range(len(Flat(updated[0]).tensors))
+                return outs, self._pulled_by(moving, {*of_state}), ()
 
             self._known[key] = self._add(run, operands, wanted), results[0]
         number, result = self._known[key]
         return result.made(self.call_region(number, wanted, operands), values=False)
 
+    def _pulled_by(self, moving: set[int], usual: set[int]) -> list[int]:
+        """The outputs of the next region whose cotangents its pullback is given, of those that are differentiable."""
+        number = len(self.traced)
+        self.left[number] = moving - usual - self.by.get(number, set())
+        return sorted(moving - self.left[number])
+
     def _add(self, run: Traceable, operands: Sequence[torch.Tensor], wanted: Sequence[int]) -> int:
-        inner = StepRegions(self.mode, self.decompositions, True, self.effects)
+        inner = StepRegions(self.mode, self.decompositions, True, self.effects, self.by)
         with private.below_transforms(), of_torch.untraced(), self.mode, during(jitting, inner):
             given = [like(x if private.is_mapped(x) else private.unwrapped(x)) for x in operands]
             traced = trace(run, given, wanted, self.decompositions, level=True)
@@ -198,7 +224,8 @@ class StepRegions(Regions):
         known = self._maps.get(key)
         if known is None:
             out_dims: list[int | None] = []
-            real, count = self.traced[number].real, self.traced[number].outputs
+            usual, count = {*self.traced[number].real}, self.traced[number].outputs
+            moving = usual | self.left[number]
 
             def run(tensors: Sequence[torch.Tensor]) -> Any:
                 alike: dict[int, torch.Tensor] = {}
@@ -211,7 +238,8 @@ class StepRegions(Regions):
 
                 every = iter(torch.vmap(member, tuple(dims), randomness=randomness)(*tensors))
                 out_dims[:] = [None if i in alike else 0 for i in range(count)]
-                return [alike[i] if i in alike else next(every) for i in range(count)], real, ()
+                outs = [alike[i] if i in alike else next(every) for i in range(count)]
+                return outs, self._pulled_by(moving, usual), ()
 
             known = self._maps[key] = self._add(run, operands, wanted), out_dims
         return known

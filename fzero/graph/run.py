@@ -6,7 +6,7 @@ import collections
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypedDict, Unpack
 
 import torch
@@ -16,10 +16,9 @@ from fzero.base.random import Seeds, seeded
 from fzero.comm.divergence import failing
 from fzero.engine.function import traversal_of
 from fzero.engine.outcome import Outcome, is_transformed
-from fzero.engine.run import Run, guarded, need_unwritten
+from fzero.engine.run import Run, guarded
 from fzero.engine.traversal import Traversal
 from fzero.graph import of_torch, program
-from fzero.graph.nodes import result_of
 from fzero.graph.program import compiled, compiling, in_pieces, scheduled
 from fzero.graph.regions import with_regions
 from fzero.graph.unit_regions import FunctionGraphs, UnitRegions
@@ -38,7 +37,7 @@ class Program:
 
     Attributes:
         traced: its graphs; `regions`, those of each unit's call.
-        returned: the forms of its outputs and aux; `collected`, how many values it collects, by name.
+        returned: the form of its outputs, and that of its aux and of what it collects.
         keys: the groups, by their numbers in the graph.
         seeds: how many a run draws.
         uses: how often each group's gradient is added to.
@@ -56,11 +55,11 @@ class Program:
         traversal = traversal_of(step, state, (), derived=wanted is not None, runs=False)[0]
         table, axis = of_torch.decompositions(backend), state.params.axis
 
-        def traced_here(inline: bool) -> tuple[UnitRegions, FunctionGraphs]:
+        def traced_here(inline: bool, _: object) -> tuple[UnitRegions, FunctionGraphs]:
             own = UnitRegions(traversal, axis, table, inline, wanted is not None)
             return own, own.trace(step, state.params.structure, inputs, wanted or ())
 
-        regions, (self.traced, self.returned, self.collected) = with_regions(traced_here)
+        regions, (self.traced, *self.returned) = with_regions(traced_here)
         self.regions = regions.traced
         self.keys, self.seeds, self.sends = regions.keys, regions.drawn, bool(regions.effects)
         groups: list[int | None] = [*[None] * len(wanted or ()), *[group for group, _ in regions.fulls]]
@@ -79,20 +78,8 @@ class Program:
         """The outputs, the aux, and what is collected by name."""
         outputs, others = self.returned
         rest = iter(out)
-        real, still, aux = ([*itertools.islice(rest, len(places))] for places in (*outputs.places, *others.places))
-        collected = {name: [*itertools.islice(rest, count)] for name, count in self.collected.items()}
-        return outputs.join(real, still), others.join(aux), collected
-
-    def need_dtypes(self, meta: Sequence[tuple[object, torch.dtype, object]]) -> None:
-        """Refuses outputs of other dtypes than a run without a graph has."""
-        outs = result_of(self.traced.forward)
-        for i, (_, dtype, _) in zip(self.traced.real, meta, strict=True):
-            if (got := outs[i].meta["val"].dtype) != dtype:
-                raise ValueError(
-                    f"jit: output {i} has {got} in the graph, and {dtype} without. A number of Python among the inputs "
-                    "is a 0-d tensor there: where the function asks for its type, make it a static argument "
-                    "(static_argnums=)."
-                )
+        real, still = ([*itertools.islice(rest, len(places))] for places in outputs.places)
+        return outputs.join(real, still), *others.join(rest)
 
 
 class Calls:
@@ -128,7 +115,7 @@ class Calls:
 
 
 class Asked(TypedDict):
-    """What a run is asked for, as in `Run`; `again` makes one of the same."""
+    """What a run is asked for, as in `Run`."""
 
     seed: tuple[int, ...]
     scale: float
@@ -136,7 +123,6 @@ class Asked(TypedDict):
     alone: bool
     partial: bool
     mask: Mask
-    again: Callable[[], Run]
 
 
 class GraphRun(Run):
@@ -158,7 +144,6 @@ class GraphRun(Run):
         Outcome.__init__(self, state, inputs, (), asked["scale"], asked["mask"])
         self.wanted = wanted
         self.partial = asked["partial"]
-        self._again: Callable[[], Run] | None = asked["again"]
         self.unreduced, self._pulling = {}, threading.RLock()
         self._ends = self._rest = self._used = None
         self.outer = self._leads_on = False
@@ -182,27 +167,18 @@ class GraphRun(Run):
     def pull(
         self, cotangent: object, retain_graph: bool = False, create_graph: bool = False, *args: Any, **kwargs: Any
     ) -> tuple[dict[Key, Buffer], list[torch.Tensor | None]]:
-        """As of `Run`; what is differentiated again runs without a graph."""
-        if not create_graph and not is_transformed(cotangent):
-            return super().pull(cotangent, retain_graph, False, *args, **kwargs)
-        with self._pulling:
-            self.need_graph()
-            need_unwritten(self._guarded)
-            assert self._again is not None
-            pulled = self._again().pull(cotangent, retain_graph, create_graph)
-            if not retain_graph:
-                self.drop()
-            return pulled
+        if create_graph or is_transformed(cotangent):
+            raise ValueError(
+                "pullback: got create_graph=True, or a transform of torch.func around a pullback of fz.jit, which is a "
+                "graph without a derivative. Put the transform around step.vjp, too, or leave jit out."
+            )
+        return super().pull(cotangent, retain_graph, False, *args, **kwargs)
 
     def note_use(self, used: set[int]) -> None:
         assert self.traversal is not None
         used.update(range(len(self.traversal.layout.rows)))
 
     note_reached = note_use
-
-    def drop(self) -> None:
-        super().drop()
-        self._again = None
 
 
 def _pulled(

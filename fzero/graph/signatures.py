@@ -16,12 +16,12 @@ from fzero.comm.axis import Axis
 from fzero.graph.numbers import NUMBERS, number_of
 from fzero.state.sharded import Sharded, is_item, map_trees
 from fzero.state.train_state import TrainState
-from fzero.transforms.loss_scale import ScaleState
 
 T = TypeVar("T")
 Count = int | float | torch.Tensor
 
 _VALUES = (*NUMBERS, str, bytes, type(None), torch.dtype, torch.device, type, types.BuiltinFunctionType)
+_UNSET = types.CellType()  # of a variable that has no value
 _OWN = {"_parameters", "_buffers", "_modules", "forward"}
 
 
@@ -86,22 +86,12 @@ def form_of(value: object) -> Hashable:
     return Identity(value)
 
 
-def _contents(fn: types.FunctionType) -> list[object]:
-    """What a function closes over; the cell of a variable that is not set."""
-    out: list[object] = []
-    for cell in fn.__closure__ or ():
-        try:
-            out.append(cell.cell_contents)
-        except ValueError:
-            out.append(cell)
-    return out
-
-
 def _of_module(module: nn.Module) -> Hashable:
     own = vars(module)
-    if any(own[name] for name in own if name.endswith("_hooks") and isinstance(own[name], dict)):
+    hooks = [name for name in own if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called"))]
+    if any(own[name] for name in hooks):
         return Identity(module)
-    attributes = [(name, form_of(value)) for name, value in own.items() if name not in _OWN and not _is_hooks(name)]
+    attributes = [(name, form_of(value)) for name, value in own.items() if name not in {*_OWN, *hooks}]
     buffers = [(name, Identity(value)) for name, value in module._buffers.items()]
     children = [(name, None if x is None else _of_module(x)) for name, x in module._modules.items()]
     forward: object = own.get("forward")
@@ -111,24 +101,19 @@ def _of_module(module: nn.Module) -> Hashable:
     return type(module), usual or Identity(forward), tuple(module._parameters), *attributes, *buffers, *children
 
 
-def _is_hooks(name: str) -> bool:
-    return name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called"))
-
-
-def closed_over(fn: object, seen: set[int] | None = None) -> Hashable:
+def closed_over(fn: object) -> Hashable:
     """What a function, and functions that it closes over, close over now: another value or tensor is traced anew."""
-    while isinstance(fn, functools.partial):
-        fn = fn.func
-    fn = getattr(fn, "__func__", fn)
-    seen = set() if seen is None else seen  # once each, as functions may call themselves
-    out: list[Hashable] = []
-    for value in _contents(fn) if isinstance(fn, types.FunctionType) else ():
-        if isinstance(value, _VALUES):
-            out.append(value_of(value))
-        else:
-            again = id(value) in seen
-            seen.add(id(value))
-            out.append((Identity(value), () if again else closed_over(value, seen)))
+    out, todo, seen = list[Hashable](), [fn], set[int]()  # once each, as functions may call themselves
+    for each in todo:  # which grows
+        while isinstance(each, functools.partial):
+            each = each.func
+        each = getattr(each, "__func__", each)
+        for cell in each.__closure__ or () if isinstance(each, types.FunctionType) else ():
+            value = cell if cell == _UNSET else cell.cell_contents
+            out.append(value_of(value) if isinstance(value, _VALUES) else Identity(value))
+            if id(value) not in seen:
+                seen.add(id(value))
+                todo.append(value)
     return tuple(out)
 
 
@@ -203,7 +188,7 @@ class Flat:
         return pytree.unflatten(self.spec, leaves)
 
 
-def over_axes(tree: T, axes: Mapping[str, Axis]) -> T:
+def over_axes(tree: T, axes: Mapping[object, Axis]) -> T:
     """A result over other axes, by the identities of those that it was traced over."""
     same = all(axis.identity == identity for identity, axis in axes.items())
 
@@ -228,40 +213,31 @@ def _as_count(x: Count) -> torch.Tensor:
     return x
 
 
-def _is_counted(x: object) -> bool:
-    return isinstance(x, ScaleState) or is_item(x)
-
-
 def _nodes(state: TrainState) -> list[Any]:
-    return pytree.flatten((state.moments, state.extra), is_leaf=_is_counted)[0]
+    return pytree.flatten((state.moments, state.extra), is_leaf=is_item)[0]
 
 
 def _counts_of(state: TrainState) -> list[Count]:
-    """The numbers of a state that each update changes: counts, and a loss scale."""
-    out: list[Count] = [state.step]
-    for x in _nodes(state):
-        out += [x.value] if isinstance(x, pytree.Count) else x if isinstance(x, ScaleState) else ()
-    return out
+    """The numbers of a state that each update changes."""
+    return [state.step, *[x.value for x in _nodes(state) if isinstance(x, pytree.Count)]]
 
 
 def _state(spec: Any, own: int, rest: Iterator[torch.Tensor], values: bool) -> TrainState:
     """A state of its tensors, and of its counts behind them."""
     state: TrainState = torch_pytree.tree_unflatten([next(rest) for _ in range(own)], spec)
 
-    def next_as(kind: type) -> Any:
+    def count() -> Any:
         x: Any = next(rest)
         if values and getattr(x, "ndim", 0):
             raise ValueError(
-                "jit: a state comes out of torch.vmap with a count or a loss scale of each member's own, where a state "
-                "has one. Return its params, or leave jit out."
+                "jit: a state comes out of torch.vmap with a count of each member's own, where a state has one. Return "
+                "its params, or leave jit out."
             )
-        return kind(x) if values else x
+        return int(x) if values else x
 
     def one(x: object) -> object:
-        if isinstance(x, ScaleState):
-            return ScaleState(next_as(float), next_as(int), next_as(int))
-        return pytree.Count(next_as(int), x.missed, x.paused) if isinstance(x, pytree.Count) else x
+        return pytree.Count(count(), x.missed, x.paused) if isinstance(x, pytree.Count) else x
 
-    step = next_as(int)
-    moments, extra = pytree.map(one, (state.moments, state.extra), is_leaf=_is_counted)
+    step = count()
+    moments, extra = pytree.map(one, (state.moments, state.extra), is_leaf=is_item)
     return state.changed(moments=moments, extra=extra, step=step)

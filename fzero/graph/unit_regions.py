@@ -31,8 +31,8 @@ from fzero.table.layout import Key
 from fzero.table.placements import marks_of, noted, notes, noting
 from fzero.table.spec import Spec
 
-# the graphs of a step's function, the forms of its outputs and aux, and how many values it collects, by name
-FunctionGraphs = tuple[Traced, tuple[pytree.Split, pytree.Split], dict[str, int]]
+# the graphs of a step's function, the form of its outputs, and that of its aux and of what it collects
+FunctionGraphs = tuple[Traced, pytree.Split, pytree.Split]
 
 
 class UnitRegions(Traversal, Regions):
@@ -57,7 +57,7 @@ class UnitRegions(Traversal, Regions):
     def trace(
         self, step: Spec, structure: pytree.Spec, inputs: Sequence[object], wanted: Sequence[int]
     ) -> FunctionGraphs:
-        """Traces the step's function. What it collects are the last of its outputs.
+        """Traces the step's function.
 
         Args:
             structure: of the params.
@@ -65,7 +65,7 @@ class UnitRegions(Traversal, Regions):
         """
         flat, spec = pytree.flatten(tuple(inputs))
         places = [i for i, x in enumerate(flat) if isinstance(x, torch.Tensor)]
-        splits, counts = list[pytree.Split](), dict[str, int]()
+        splits = list[pytree.Split]()
 
         def run(given: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Sequence[int], Sequence[torch.Tensor]]:
             filled = list(flat)
@@ -85,11 +85,12 @@ class UnitRegions(Traversal, Regions):
             ):
                 out = step.fn(tree, *own)
                 out = pytree.map_leaves(self._given_out, out)
-            splits[:] = outputs, others = split_both(step, out)
-            counts.update((name, len(xs)) for name, xs in collected.items())
-            (real, rest), (aux,) = outputs.leaves, others.leaves
+            outputs, aux = split_both(step, out)
+            others = pytree.Split((aux.join(*aux.leaves), {**collected}), pytree.is_tensor)
+            splits[:] = outputs, others
+            (real, rest), (more,) = outputs.leaves, others.leaves
             outputs.leaves, others.leaves = [], []
-            put = [*real, *rest, *aux, *[x for xs in collected.values() for x in xs]]
+            put = [*real, *rest, *more]
             fulls = [full for _, full in self.fulls]
             memories = {storage_of(x) for x in (*given, *fulls)}
             put = [x.clone() if storage_of(x) in memories else x for x in put]
@@ -112,7 +113,7 @@ class UnitRegions(Traversal, Regions):
                 "jit: the function differentiates a unit itself and draws random numbers, which would be others in a "
                 "graph. Leave jit out."
             )
-        return traced, (splits[0], splits[1]), counts
+        return traced, splits[0], splits[1]
 
     def _next(self) -> int:
         self.drawn += 1

@@ -100,7 +100,10 @@ class _Adafactor(Rated):
         now, count = rate(self.lr, old.count.value), old.count.own()(path) + 1
         first = torch.finfo(p.dtype).eps if self.first is None else self.first
         new, most = count**self.beta2_decay, 1.0 / count**0.5
-        step = now.clamp(max=most) if isinstance(now, torch.Tensor) else min(now, most)
+        if isinstance(most, torch.Tensor):  # in a function's graph
+            new, step = new.to(p), most.clamp(max=now)
+        else:
+            step = now.clamp(max=most) if isinstance(now, torch.Tensor) else min(now, most)
         step = step * _rms(p).clamp(min=self.second)
         rows, columns, elements = old.rows, old.columns, old.elements
         if isinstance(rows, torch.Tensor) and isinstance(columns, torch.Tensor):

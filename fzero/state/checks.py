@@ -129,6 +129,8 @@ def _without_derivative(step: Spec, rows: Sequence[Row]) -> tuple[str, str] | No
     """What of a step and its states has no derivative, and what to do; None where all has one."""
     if step.donates:
         return "the step donates its states (fz.donate)", "Leave fz.donate out."
+    if jitting.get() is not None and any(extra.scale and extra.update for extra in step.extras):
+        return "the step's loss scale changes (fz.loss_scale)", "Take fz.jit(step), or leave fz.loss_scale out."
     for row in rows:
         policy, leaf = row.policy, f"leaf {row.path!r}"
         coded = not policy.param_format.plain or isinstance(policy.moment, str)

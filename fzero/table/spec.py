@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, Protocol, Self, TypeVar
 import torch
 
 from fzero.base.arguments import need_int, need_str, wrong
-from fzero.base.context import jitting
 from fzero.base.patterns import PATTERN
 from fzero.comm.axis import Axis
 from fzero.table.layout import Layout
@@ -108,10 +107,7 @@ class Extra:
         Raises:
             ValueError: it is not positive.
         """
-        found = self.scale(value) if self.scale else 1.0
-        if isinstance(found, torch.Tensor) and jitting.get() is not None:
-            return found  # type: ignore[return-value]
-        factor = float(found)
+        factor = float(self.scale(value)) if self.scale else 1.0
         if not 0.0 < factor < math.inf:
             raise ValueError(
                 f"state.extra[{self.name!r}] ({self.source}): got a scale of {factor}, expected a positive number that "

@@ -5,9 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from typing import Any, NamedTuple
-
-import torch
+from typing import NamedTuple
 
 from fzero.base.arguments import named, need_bool, need_int, need_number, renamed
 from fzero.table.spec import Extra, S, need_step
@@ -121,17 +119,10 @@ def _adjusted(
 ) -> ScaleState:  # fmt: skip
     """Doubles after `interval` finite updates in a row, halves after one that is not and no more tolerated."""
     scale, finite, tolerated = state
-    tolerates, grows = tolerated + 1 < hysteresis, finite + 1 >= interval
-    half = _either(scale / 2.0 > minimum, scale / 2.0, minimum)
-    skipped = _either(tolerates, scale, half), begin, _either(tolerates, tolerated + 1, tolerated)
-    kept = 0 if consecutive else tolerated
-    good = _either(grows, scale * 2.0, scale), _either(grows, 0, finite + 1), _either(grows, 0, kept)
-    return ScaleState(*[_either(applied, own, other) for own, other in zip(good, skipped, strict=True)])
-
-
-def _either(condition: object, one: float | torch.Tensor, other: float | torch.Tensor) -> Any:
-    """One of two numbers; in a graph a selection."""
-    if not isinstance(condition, torch.Tensor):
-        return one if condition else other
-    given = [x if isinstance(x, torch.Tensor) else condition.new_full((), x, dtype=torch.float64) for x in (one, other)]
-    return torch.where(condition, *given)
+    if not applied and tolerated + 1 < hysteresis:
+        return ScaleState(scale, begin, tolerated + 1)
+    if not applied:
+        return ScaleState(max(minimum, scale / 2.0), begin, tolerated)
+    if finite + 1 >= interval:
+        return ScaleState(scale * 2.0)
+    return ScaleState(scale, finite + 1, 0 if consecutive else tolerated)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from fzero.state.sharded import Draw, Sharded, is_item, is_sharded, map_trees
 from fzero.state.squares import squares_of
 from fzero.state.train_state import TrainState
 from fzero.table.spec import LEAF_NORMS, Extra, Spec
-from fzero.update.writing import changed, due
+from fzero.update.writing import changed
 
 Applied = bool | torch.Tensor  # of the members that are mapped over, where these differ
 
@@ -58,7 +58,7 @@ def differentiable_update(
         stepped = given.map(torch.add, values(updates))
         params, count = _stepped(params, own, stepped, applied), _next(count, applied)
         moments = with_kept_moments(_kept(map_trees(_in_moment_dtype, new), before, applied), moments)
-        params, extras = _changed_by(due(step, state), state, params, applied)
+        params, extras = _changed_by(step, state, params, applied)
     else:
         extras = state.extra
     if LEAF_NORMS in step.metrics:
@@ -83,14 +83,9 @@ def _next(count: Any, applied: Applied) -> Any:
     """The count after an update, one for all members; a tensor where it is one of a graph."""
     if not isinstance(count, torch.Tensor):
         return count + 1
-    return count + _some(applied)
-
-
-def _some(applied: Applied) -> torch.Tensor:
-    """Whether any member of a map applies it, where that is one of a graph."""
     assert isinstance(applied, torch.Tensor)
     with private.below_transforms():
-        return private.unwrapped(applied).any()
+        return count + private.unwrapped(applied).any()
 
 
 def _chosen(applied: Applied, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
@@ -117,17 +112,21 @@ def _stepped(params: Sharded, own: Sharded, new: Sharded, applied: Applied) -> S
 
 
 def _changed_by(
-    due: Sequence[Extra], state: TrainState, params: Sharded, applied: Applied
+    step: Spec, state: TrainState, params: Sharded, applied: Applied
 ) -> tuple[Sharded, Mapping[str, object]]:
     """The params and the entries to go on with, after those that change the params have."""
     extras = dict(state.extra)
-    for extra in due:
+    for extra in step.extras:
+        due = extra.is_due(state.step + 1)  # a tensor in a function's graph
+        if due is False:
+            continue
+        now = applied if due is True else applied & due
         old, own = extras[extra.name], params.only(params.layout.trainable)
         assert is_sharded(old)
         old = copied(old) if is_others(extra.changes) else old  # which may write to it
         value, new = changed(extra, old, values(own))
-        extras[extra.name] = _kept(value, state.extra[extra.name], applied)
-        params = _stepped(params, own, new, applied)
+        extras[extra.name] = _kept(value, state.extra[extra.name], now)
+        params = _stepped(params, own, new, now)
     return params, extras
 
 
@@ -153,10 +152,8 @@ def _kept(new: object, old: object, applied: Applied) -> object:
 
 def _next_extra(extra: Extra, old: object, params: Sharded, applied: Applied) -> object:
     """An entry of the state after an update; of members that skip it the tensors stay, as numbers are all members'."""
-    traced = extra.scale is not None and jitting.get() is not None
-    some = _some(applied) if traced else applied is not False
-    new = next_extra(extra, old, params, some)  # type: ignore[arg-type]
-    if traced or not isinstance(applied, torch.Tensor):
+    new = next_extra(extra, old, params, applied is not False)
+    if not isinstance(applied, torch.Tensor):
         return new
     # which may be of another kind than the entry began with
     return _kept(new, map_trees(lambda tree, own: own.over(tree.locals()), old, new), applied)

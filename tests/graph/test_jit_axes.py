@@ -221,21 +221,6 @@ def test_a_function_without_a_state() -> None:
     run_ranks(main, 2)
 
 
-def test_one_slice_has_another_static_value() -> None:
-    """It traces alone, and runs nothing that the other rank does not."""
-
-    def main(rank: int) -> None:
-        step, params, batches = sliced(zero=False)
-        fn: Any = lambda state, x, y, flag: step.forward(state, x, y) * (2 if flag else 1)
-        fast, state = fz.jit(fn, backend="graph"), step.init(params)
-        for call, batch in enumerate(batches):
-            flag = bool(rank) and call > 0
-            assert_trees_equal(fast(state, *batch, flag), fn(state, *batch, flag))
-        assert fast.traces == 1 + rank
-
-    run_ranks(main, 2)
-
-
 ON_PROCESSES: dict[str, Any] = {
     "step": lambda rank: parted(rank, "inductor"),
     "step, ring": lambda rank: along(rank, "ring"),

@@ -151,16 +151,23 @@ def test_messages() -> None:
     assert first and all(own == first for own in others)
 
 
-def test_ranks_have_other_shapes() -> None:
-    """A rank alone traces: others do not wait for it, nor send what it does not."""
+def test_ranks_have_other_signatures() -> None:
+    """A rank alone traces, for other shapes or values: the others neither wait for it nor send what it does not."""
 
     def main(rank: int) -> None:
         step = fz.shard_zero3(STEP)
-        fast, state = fz.jit(functools.partial(two, step), backend="graph"), step.init(PARAMS)
-        for call in range(3):
-            given = data(rank, rows=3 + call * rank)
-            assert_trees_close(values(fast(state, *given)), values(two(step, state, *given)), rtol=1e-10)
-        assert fast.traces == (3 if rank else 1)
+
+        def fn(state: fz.TrainState, x: torch.Tensor, y: torch.Tensor, flag: bool) -> Any:
+            state, metrics = step(state, x * 2 if flag else x, y)
+            return state, 1.5 if flag else metrics["loss"]
+
+        fast, state = fz.jit(fn, backend="graph"), step.init(PARAMS)
+        for call in range(5):
+            given = *data(rank, rows=3 + rank * (call // 3)), bool(rank) and call % 2 == 1
+            got, want = fast(state, *given), fn(state, *given)
+            assert type(got[1]) is type(want[1])
+            assert_trees_close(values(got), values(want), rtol=1e-10)
+        assert fast.traces == (4 if rank else 1)
 
     run_ranks(main, 2)
 
@@ -195,39 +202,6 @@ def test_a_function_without_states_given() -> None:
         fast = fz.jit(fn, backend="graph")
         for seed in range(3):
             assert_trees_equal(fast(*data(rank, seed=seed)), fn(*data(rank, seed=seed)))
-
-    run_ranks(main, 2)
-
-
-def test_ranks_have_other_values() -> None:
-    """A flag that one rank alone changes traces there: no rank runs the function while others run their graphs."""
-
-    def main(rank: int) -> None:
-        step = fz.shard_zero3(STEP)
-        fn = lambda state, x, y, flag: step(state, x * 2 if flag else x, y)[0]
-        fast, state = fz.jit(fn, backend="graph"), step.init(PARAMS)
-        for call in range(4):
-            given = *data(rank), bool(rank) and call > 1
-            assert_trees_close(values(fast(state, *given)), values(fn(state, *given)), rtol=1e-10)
-        assert fast.traces == 1 + rank
-
-    run_ranks(main, 2)
-
-
-def test_results_of_other_types_for_another_static_value() -> None:
-    def main(rank: int) -> None:
-        step = fz.shard_zero3(STEP)
-
-        def fn(state: fz.TrainState, x: torch.Tensor, y: torch.Tensor, fixed: bool) -> Any:
-            state, metrics = step(state, x, y)
-            return state, 1.5 if fixed else metrics["loss"]
-
-        fast, state = fz.jit(fn, backend="graph"), step.init(PARAMS)
-        for call in range(4):
-            given = *data(rank, seed=call), call % 2 == 0
-            got, want = fast(state, *given)[1], fn(state, *given)[1]
-            assert type(got) is type(want)
-            torch.testing.assert_close(got, want, rtol=1e-10, atol=0)
 
     run_ranks(main, 2)
 

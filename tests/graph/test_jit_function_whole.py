@@ -53,6 +53,7 @@ OPTIMIZERS: dict[str, Callable[[], fz.GradientTransformation]] = {
     "clipped": lambda: fz.chain(fz.clip_by_global_norm(0.1), fz.whole(fz.adamw(1e-2))),
     "of one's own": written_by_hand,
     "declared elementwise": by_elements,
+    "adafactor": lambda: fz.adafactor(0.1),
 }
 
 

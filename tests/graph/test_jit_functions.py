@@ -63,8 +63,8 @@ def scanned(state: fz.TrainState, xs: torch.Tensor) -> Any:
 
 
 def averaged(state: fz.TrainState, x: torch.Tensor) -> Any:
-    step = fz.accumulate(fz.ema(STEP, 0.9), 3)
-    return step(step.init(PARAMS), x, Y)
+    step = fz.accumulate(fz.lookahead(fz.ema(STEP, 0.9), 2), 3)
+    return step(step(step.init(PARAMS), x, Y)[0], x, Y)
 
 
 XS = [drawn(4, 3, 4) for _ in range(2)]
@@ -80,7 +80,7 @@ CASES: dict[str, tuple[Callable[..., Any], Sequence[Any]]] = {
     "hessian": (lambda x: torch.func.hessian(lambda v: after(STATES[0], X * v))(x), [(RATES[0],), (RATES[1],)]),
     "members": (each, [(own, X, Y) for own in MEMBERS]),
     "scan": (scanned, [(STATES[0], XS[0]), (STATES[1], XS[1])]),
-    "accumulate, ema": (averaged, [(STATES[0], X), (STATES[0], 2 * X)]),
+    "accumulate, ema, lookahead": (averaged, [(STATES[0], X), (STATES[0], 2 * X)]),
     "no step": (lambda tree: {"sum": tree["a"].sum() + len(tree), "same": tree["a"]}, [({"a": X},), ({"a": Y},)][:1]),
 }
 
@@ -192,7 +192,8 @@ def test_random_numbers_are_refused(fn: Any) -> None:
         fz.jit(fn, backend="graph")(X)
 
 
-def test_steps_share_a_body() -> None:
+@pytest.mark.parametrize("mapped", [False, True])
+def test_steps_share_a_body(mapped: bool) -> None:
     entered = []
 
     def counted(p: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -201,23 +202,26 @@ def test_steps_share_a_body() -> None:
 
     step = fz.train_step(counted, fz.adamw(1e-2))
 
-    def trained(state: fz.TrainState, n: int) -> torch.Tensor:
+    def trained(state: fz.TrainState, x: torch.Tensor, n: int) -> torch.Tensor:
         for _ in range(n):
-            state, _metrics = step(state, X, Y)
-        return step.forward(state, X, Y)
+            state, _metrics = step(state, x, Y)
+        return step.forward(state, x, Y)
+
+    def members(state: fz.TrainState, x: torch.Tensor, n: int) -> torch.Tensor:
+        return torch.vmap(lambda factor: trained(state, x * factor, n))(torch.arange(3))
 
     counts = []
     for n in (3, 6):
-        gradient = torch.func.grad(functools.partial(trained, n=n))
-        fast, state = fz.jit(gradient, backend="graph"), step.init(PARAMS)
-        want = gradient(state)
+        fn: Any = functools.partial(members if mapped else torch.func.grad(trained), n=n)
+        fast, state = fz.jit(fn, backend="graph"), step.init(PARAMS)
+        want = fn(state, X)
         entered.clear()
-        fast.lower(state)
+        fast.lower(state, X)
         counts.append(len(entered))
-        fast(state)
-        assert_trees_close(fast(state), want, rtol=1e-12)
-        regions = {node.args[1] for node in fast.graph(state).graph.nodes if "region" in str(node.target)}
-        assert len(regions) == 1
+        fast(state, X)
+        assert_trees_close(fast(state, X), want, rtol=1e-12)
+        regions = {node.args[1] for node in fast.graph(state, X).graph.nodes if "region" in str(node.target)}
+        assert len(regions) == 1 + mapped  # the first one's state is that of all members
     assert counts[0] == counts[1]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -87,33 +86,6 @@ def test_is_the_map_without_a_graph(of: str, optimizer: str, ranks: int) -> None
 
     for regions in run_ranks(rank_main, ranks):
         assert regions == {"ensemble": 3, "of one": 3, "meta": 3, "twice": 3, "inside": 0}[of], regions
-
-
-def test_of_alike_steps_one_is_traced() -> None:
-    seen = types.SimpleNamespace(entered=0)
-
-    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
-        seen.entered += 1
-        return torch.tanh(x @ p["w"] + p["b"]).square().mean()
-
-    step = fz.train_step(fn, fz.sgd(0.1))
-    state = step.init(PARAMS)
-
-    def many(state: fz.TrainState, x: torch.Tensor, steps: int) -> torch.Tensor:
-        def member(own: torch.Tensor) -> torch.Tensor:
-            now = state
-            for _ in range(steps):
-                now, _ = step(now, own)
-            return step.forward(now, own)
-
-        return torch.vmap(member)(x)
-
-    counts = []
-    for steps in (3, 9):
-        before = seen.entered
-        fz.jit(many, backend="graph", static_argnums=(2,)).lower(state, X, steps)
-        counts.append(seen.entered - before)
-    assert counts[0] == counts[1], counts
 
 
 def test_members_draw_numbers_of_their_own() -> None:

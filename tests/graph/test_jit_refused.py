@@ -16,14 +16,6 @@ import fzero as fz
 Body = Callable[[torch.Tensor], torch.Tensor]
 
 
-def branch(x: torch.Tensor) -> torch.Tensor:
-    return x if x.sum() > 0 else -x
-
-
-def conditional(x: torch.Tensor) -> torch.Tensor:
-    return x.exp() if bool((x > 0).all()) else x
-
-
 def loop(x: torch.Tensor) -> torch.Tensor:
     while x.norm() > 0.5:
         x = x / 2
@@ -36,103 +28,14 @@ def counted(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def item(x: torch.Tensor) -> torch.Tensor:
-    return x / x.sum().item()
-
-
-def floated(x: torch.Tensor) -> torch.Tensor:
-    return x * float(x.detach().max())
-
-
-def listed(x: torch.Tensor) -> torch.Tensor:
-    return x * sum(x.detach().flatten().tolist())
-
-
-def masked(x: torch.Tensor) -> torch.Tensor:
-    return x[x > 0].sum() + x
-
-
-def nonzero(x: torch.Tensor) -> torch.Tensor:
-    return x + x.nonzero().shape[0]
-
-
-def unique(x: torch.Tensor) -> torch.Tensor:
-    return x + torch.unique(x.round()).numel()
-
-
-def selected(x: torch.Tensor) -> torch.Tensor:
-    return x + torch.masked_select(x, x > 0).sum()
-
-
-def largest(x: torch.Tensor) -> torch.Tensor:
-    return x * max(x.flatten()[0], x.flatten()[1])
-
-
-def ordered(x: torch.Tensor) -> torch.Tensor:
-    return torch.stack(sorted(x.flatten(), key=lambda v: v)).view(x.shape)
-
-
 def asserted(x: torch.Tensor) -> torch.Tensor:
     assert x.sum() < 1e9
     return x
 
 
-def equal(x: torch.Tensor) -> torch.Tensor:
-    return x if torch.equal(x, x.round()) else x * 2
-
-
-def close(x: torch.Tensor) -> torch.Tensor:
-    return x if torch.allclose(x, x.round()) else x * 2
-
-
-def array(x: torch.Tensor) -> torch.Tensor:
-    return x * float(np.asarray(x.detach()).max())
-
-
-def mathematical(x: torch.Tensor) -> torch.Tensor:
-    return x * math.sqrt(x.detach().square().sum())
-
-
 def ranged(x: torch.Tensor) -> torch.Tensor:
     end: Any = x.detach().abs().max().long() + 1
     return x + torch.arange(end).sum()
-
-
-def repeated(x: torch.Tensor) -> torch.Tensor:
-    counts = (x.detach()[0] > 0).long()
-    return x + torch.repeat_interleave(x[0], counts).sum()
-
-
-def indexed(x: torch.Tensor) -> torch.Tensor:
-    return x * [1.0, 2.0][int(x.sum() > 0)]
-
-
-def sliced(x: torch.Tensor) -> torch.Tensor:
-    return x + x[: int(x.detach().abs().sum()) % 2 + 1].sum()
-
-
-def looked_up(x: torch.Tensor) -> torch.Tensor:
-    return x * {True: 2.0, False: 3.0}[bool(x.sum() > 0)]
-
-
-def conjunct(x: torch.Tensor) -> torch.Tensor:
-    return x if x.sum() > 0 and x.min() < 0 else x * 2
-
-
-def negated(x: torch.Tensor) -> torch.Tensor:
-    return x if not x.sum() > 0 else x * 2
-
-
-def counting(x: torch.Tensor) -> torch.Tensor:
-    return x + torch.bincount(x.detach().abs().long().flatten()).numel()
-
-
-def iterated(x: torch.Tensor) -> torch.Tensor:
-    return x * len([v for v in x.flatten() if v > 0])
-
-
-def matched(x: torch.Tensor) -> torch.Tensor:
-    return x * (2 if x.flatten()[0] in [1.0, 2.0] else 3)
 
 
 def finite(x: torch.Tensor) -> torch.Tensor:
@@ -141,15 +44,38 @@ def finite(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def formatted(x: torch.Tensor) -> torch.Tensor:
-    return x * len(f"{x.sum():.1f}")
-
-
-BODIES: list[Body] = [
-    *(branch, conditional, loop, counted, item, floated, listed, masked, nonzero, unique, selected, largest, ordered),
-    *(asserted, equal, close, array, mathematical, ranged, repeated, indexed, sliced, looked_up, conjunct, negated),
-    *(counting, iterated, matched, finite, formatted),
-]
+BODIES: dict[str, Body] = {
+    "loop": loop,
+    "counted": counted,
+    "asserted": asserted,
+    "ranged": ranged,
+    "finite": finite,
+    "branch": lambda x: x if x.sum() > 0 else -x,
+    "conditional": lambda x: x.exp() if bool((x > 0).all()) else x,
+    "item": lambda x: x / x.sum().item(),
+    "floated": lambda x: x * float(x.detach().max()),
+    "listed": lambda x: x * sum(x.detach().flatten().tolist()),
+    "masked": lambda x: x[x > 0].sum() + x,
+    "nonzero": lambda x: x + x.nonzero().shape[0],
+    "unique": lambda x: x + torch.unique(x.round()).numel(),
+    "selected": lambda x: x + torch.masked_select(x, x > 0).sum(),
+    "largest": lambda x: x * max(x.flatten()[0], x.flatten()[1]),
+    "ordered": lambda x: torch.stack(sorted(x.flatten(), key=lambda v: v)).view(x.shape),
+    "equal": lambda x: x if torch.equal(x, x.round()) else x * 2,
+    "close": lambda x: x if torch.allclose(x, x.round()) else x * 2,
+    "array": lambda x: x * float(np.asarray(x.detach()).max()),
+    "mathematical": lambda x: x * math.sqrt(x.detach().square().sum()),
+    "repeated": lambda x: x + torch.repeat_interleave(x[0], (x.detach()[0] > 0).long()).sum(),
+    "indexed": lambda x: x * [1.0, 2.0][int(x.sum() > 0)],
+    "sliced": lambda x: x + x[: int(x.detach().abs().sum()) % 2 + 1].sum(),
+    "looked up": lambda x: x * {True: 2.0, False: 3.0}[bool(x.sum() > 0)],
+    "conjunct": lambda x: x if x.sum() > 0 and x.min() < 0 else x * 2,
+    "negated": lambda x: x if not x.sum() > 0 else x * 2,
+    "counting": lambda x: x + torch.bincount(x.detach().abs().long().flatten()).numel(),
+    "iterated": lambda x: x * len([v for v in x.flatten() if v > 0]),
+    "matched": lambda x: x * (2 if x.flatten()[0] in [1.0, 2.0] else 3),
+    "formatted": lambda x: x * len(f"{x.sum():.1f}"),
+}
 X = torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
 
 
@@ -157,7 +83,7 @@ def need_line(body: Body, said: str) -> None:
     found = re.search(r"test_jit_refused\.py, line (\d+)", said)
     assert found, said
     first = body.__code__.co_firstlineno
-    assert first < int(found[1]) < first + 6, said
+    assert first <= int(found[1]) < first + 6, said
 
 
 def of_unit(body: Body) -> Any:
@@ -170,7 +96,7 @@ def of_function(body: Body) -> Any:
 
 
 @pytest.mark.parametrize("where", [of_unit, of_function])
-@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
 def test_refused_with_its_line(body: Body, where: Any) -> None:
     step = fz.jit(fz.train_step(where(body), fz.sgd(0.1)), backend="graph")
     state = step.init({"blocks": [{"w": torch.ones(3)}], "s": torch.ones(3)})
@@ -179,7 +105,7 @@ def test_refused_with_its_line(body: Body, where: Any) -> None:
     need_line(body, str(caught.value))
 
 
-@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
 def test_refused_in_a_function(body: Body) -> None:
     with pytest.raises((ValueError, TypeError)) as caught:
         fz.jit(body, backend="graph")(X)
@@ -189,8 +115,11 @@ def test_refused_in_a_function(body: Body) -> None:
 FEW_BITS = fz.Policy(param=torch.bfloat16, compute=torch.float32, rounding="stochastic")
 STEPS: dict[str, tuple[Callable[[fz.Step], fz.Step], str]] = {
     "weights": (lambda step: fz.accumulate(step, 2, weights=lambda x: x.abs().sum()), r"weights=.* fz\.jit\(step\)"),
-    "lookahead": (lambda step: fz.lookahead(step, 2), r"line \d+\) decides by a value .*fzero\.update"),
-    "adafactor": (lambda step: fz.train_step(step.fn, fz.adafactor(0.1)), r"decides by a value .*fzero\.optim"),
+    "torch's": (
+        lambda step: fz.train_step(step.fn, fz.from_torch(torch.optim.NAdam, 0.1)),
+        r"line \d+\) decides by a value .*fzero\.optim",
+    ),
+    "loss scale": (fz.loss_scale, r"loss scale changes .*fz\.jit\(step\)"),
     "few bits": (lambda step: fz.train_step(step.fn, fz.sgd(0.1), policy=FEW_BITS), "are rounded stochastically"),
 }
 
