@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -129,3 +129,31 @@ class Flops(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         self.total += flops_of(func, args, kwargs or {}, out)
         return out
+
+
+class Wide(TorchDispatchMode):
+    """Computes on in float64 where a function goes from there to fewer bits, as by x.float() or autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.eps = 0.0  # of the coarsest dtype that it goes to all the same, as by sum(dtype=torch.float32)
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
+        named = dict(kwargs or {})
+        if not any(x.dtype in (torch.float64, torch.complex128) for x in pytree.tensors_in(*args)):
+            return func(*args, **named)
+        dtype = named.get("dtype")
+        if func is torch.ops.aten._to_copy.default and isinstance(dtype, torch.dtype):
+            named["dtype"] = wide_dtype(dtype)
+        out = func(*args, **named)
+        for x in pytree.tensors_in(out):
+            if x.dtype != wide_dtype(x.dtype):
+                self.eps = max(self.eps, torch.finfo(x.dtype).eps)
+        return out
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of 64 bits for each real number that values of a dtype go to."""
+    return torch.complex128 if dtype.is_complex else torch.float64 if dtype.is_floating_point else dtype

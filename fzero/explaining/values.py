@@ -32,7 +32,7 @@ from fzero.explaining.births import INF, NAN, Birth, Operand, Operator, Taint, W
 from fzero.explaining.report import BACKWARD, FORWARD, Fault, Overflow, short
 from fzero.state.train_state import TrainState
 from fzero.table.handle import Handle, storage_of
-from fzero.table.layout import Group, Key
+from fzero.table.layout import Group
 from fzero.table.spec import Spec
 
 
@@ -309,12 +309,12 @@ class Values(dispatch.TorchDispatchMode):
                 self.pulled.append((self.microbatch, path, taint))
 
     def _begins(self, node: Node, place: int, x: torch.Tensor) -> str | None:
-        variable, key = getattr(node, "variable", None), getattr(node, "key", None)
+        variable, keys = getattr(node, "variable", None), getattr(node, "keys", None)
         if isinstance(variable, torch.Tensor) and tuple(variable.shape) == tuple(x.shape):
             own = private.unwrapped(variable)
             return self._leaf(own) if is_plain(own) else None
-        if isinstance(key, Key):
-            slots = self._layout.groups[key].slots
+        if isinstance(keys, tuple):  # of groups outside of units
+            slots = [slot for key in keys for slot in self._layout.groups[key].slots]
             return slots[place].path if place < len(slots) and slots[place].shape == tuple(x.shape) else None
         return None
 

@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fzero.base import pytree
 from fzero.base.context import during, own_copies
+from fzero.base.operators import Wide, wide_dtype
 from fzero.base.places import definition_of, function_of
 from fzero.base.random import seeded
 from fzero.comm.playing import Parted, play
@@ -28,7 +28,6 @@ from fzero.state import sliced
 MOST = 64  # ranks that are played
 _proven = set[tuple[object, ...]]()  # of the steps' functions that were compared
 Place = Mapping[str, int]
-_WIDE = (torch.float64, torch.complex128)
 
 
 class Run(NamedTuple):
@@ -212,7 +211,7 @@ def _run(
     Args:
         shapes: of the whole outputs; None where this is the one rank that has them.
     """
-    tracked, width = dict[str, torch.Tensor](), _Wide()
+    tracked, width = dict[str, torch.Tensor](), Wide()
     with during(own_copies, {}), torch.enable_grad(), seeded(0), width if wide else contextlib.nullcontext():
         given: list[Any] = []
         for each, x in zip(inputs.leaves, wholes, strict=True):
@@ -242,35 +241,8 @@ def _run(
         return Run({path: x.detach() for path, x in found.items()}, _grads(pairs, tracked), width.eps)
 
 
-class _Wide(TorchDispatchMode):
-    """Computes on in float64 where a function goes from there to fewer bits, as by x.float() or autocast."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.eps = 0.0  # of the coarsest dtype that it goes to all the same, as by sum(dtype=torch.float32)
-
-    def __torch_dispatch__(
-        self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
-    ) -> object:
-        named = dict(kwargs or {})
-        if not any(x.dtype in _WIDE for x in pytree.tensors_in(*args)):
-            return func(*args, **named)
-        dtype = named.get("dtype")
-        if func is torch.ops.aten._to_copy.default and isinstance(dtype, torch.dtype):
-            named["dtype"] = _wide(dtype)
-        out = func(*args, **named)
-        for x in pytree.tensors_in(out):
-            if x.dtype != _wide(x.dtype):
-                self.eps = max(self.eps, torch.finfo(x.dtype).eps)
-        return out
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.complex128 if dtype.is_complex else torch.float64 if dtype.is_floating_point else dtype
-
-
 def _widened(x: object) -> object:
-    return x.to(_wide(x.dtype)) if isinstance(x, torch.Tensor) else x
+    return x.to(wide_dtype(x.dtype)) if isinstance(x, torch.Tensor) else x
 
 
 def _grads(
