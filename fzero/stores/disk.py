@@ -85,6 +85,9 @@ def make_folder(path: str) -> None:
     """
     try:
         Path(path).mkdir(0o700, parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        said = f"fz.Disk: {path} is not a folder. Give the path of a folder, or of one to make."
+        raise NotADirectoryError(said) from None
     except OSError as error:
         said = f"fz.Disk: cannot make the folder {path} ({error.strerror}). Give one that this user may write to."
         raise OSError(error.errno, said) from None

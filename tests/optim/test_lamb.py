@@ -35,5 +35,5 @@ def test_leaves_are_clipped_apart() -> None:
 
 
 def test_moments_in_8_bits_are_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"stores moments as '8-bit', which fz.whole does not support"):
+    with pytest.raises(ValueError, match=r"stores moments as '8-bit', which its optimizer \(whole lamb\) cannot carry"):
         fz.train_step(lambda p: p["w"].sum(), fz.lamb(0.1), fz.Policy(moment="8-bit")).init({"w": torch.eye(2)})
