@@ -12,15 +12,18 @@ from torch import nn
 from torch.utils import _pytree as torch_pytree
 
 from fzero.base import private, pytree
+from fzero.base.rebound import parts_of
 from fzero.comm.axis import Axis
 from fzero.graph.numbers import NUMBERS, number_of
 from fzero.state.sharded import Sharded, is_item, map_trees
 from fzero.state.train_state import TrainState
+from fzero.table.spec import Spec
 
 T = TypeVar("T")
 Count = int | float | torch.Tensor
 
 _VALUES = (*NUMBERS, str, bytes, type(None), torch.dtype, torch.device, type, types.BuiltinFunctionType)
+_LEAD_NOWHERE = frozenset({*_VALUES, torch.Tensor})
 _UNSET = types.CellType()  # of a variable that has no value
 _OWN = {"_parameters", "_buffers", "_modules", "forward"}
 
@@ -101,19 +104,22 @@ def _of_module(module: nn.Module) -> Hashable:
     return type(module), usual or Identity(forward), tuple(module._parameters), *attributes, *buffers, *children
 
 
-def closed_over(fn: object) -> Hashable:
-    """What a function, and functions that it closes over, close over now: another value or tensor is traced anew."""
-    out, todo, seen = list[Hashable](), [fn], set[int]()  # once each, as functions may call themselves
+def closed_over(value: object) -> Hashable:
+    """What the variables hold now that functions close over, of all that a function or a step leads to."""
+    out, todo, seen = list[Hashable](), [value], set[int]()  # once each, as functions may call themselves
     for each in todo:  # which grows
-        while isinstance(each, functools.partial):
-            each = each.func
-        each = getattr(each, "__func__", each)
-        for cell in each.__closure__ or () if isinstance(each, types.FunctionType) else ():
-            value = cell if cell == _UNSET else cell.cell_contents
-            out.append(value_of(value) if isinstance(value, _VALUES) else Identity(value))
-            if id(value) not in seen:
-                seen.add(id(value))
-                todo.append(value)
+        if isinstance(each, types.FunctionType):
+            for cell in each.__closure__ or ():
+                held = cell if cell == _UNSET else cell.cell_contents
+                out.append(value_of(held) if isinstance(held, _VALUES) else Identity(held))
+        elif isinstance(each, types.MethodType):
+            todo.append(each.__func__)
+        elif isinstance(each, Spec):
+            each = each.fn, each.optimizer, each.extras, each.microbatches.weights
+        for part in (*parts_of(each), getattr(each, "__dict__", {}).get("__wrapped__")):  # as of a jitted function
+            if type(part) not in _LEAD_NOWHERE and id(part) not in seen:
+                seen.add(id(part))
+                todo.append(part)
     return tuple(out)
 
 
