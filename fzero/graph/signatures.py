@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import types
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -25,7 +26,8 @@ Count = int | float | torch.Tensor
 _VALUES = (*NUMBERS, str, bytes, type(None), torch.dtype, torch.device, type, types.BuiltinFunctionType)
 _LEAD_NOWHERE = frozenset({*_VALUES, torch.Tensor})
 _UNSET = types.CellType()  # of a variable that has no value
-_OWN = {"_parameters", "_buffers", "_modules", "forward"}
+_HOOKS = {name for name in vars(nn.Module()) if name.endswith(("_hooks", "_with_kwargs", "_always_called"))}
+_OWN = {"_parameters", "_buffers", "_modules", "forward", *_HOOKS}
 
 
 def meta_of(x: torch.Tensor) -> tuple[object, ...]:
@@ -40,7 +42,7 @@ def ambient_of(device: str) -> tuple[object, ...]:
 
 
 def value_of(x: object) -> object:
-    """A static value, as a part of a signature: 1 is not True, and 0.0 is not -0.0."""
+    """A static value, as a part of a signature: 1 is not True, and 0.0 is not -0.0, nor in a tuple or a dataclass."""
     try:
         hash(x)
     except TypeError as error:
@@ -48,7 +50,18 @@ def value_of(x: object) -> object:
             f"jit: got a {type(x).__name__} among the inputs, which is no tensor and cannot be hashed, so that nobody "
             "sees when it changes. Give a tensor, or a tuple."
         ) from error
-    return type(x), repr(x) if isinstance(x, (float, complex)) else x
+    return _kind_of(x), None if isinstance(x, (float, complex)) else x
+
+
+def _kind_of(x: object) -> object:
+    """What values differ in that Python calls equal."""
+    if isinstance(x, (float, complex)):
+        return type(x), repr(x)
+    if isinstance(x, (tuple, frozenset)):
+        return type(x), *map(_kind_of, x)
+    if dataclasses.is_dataclass(x) and not isinstance(x, type):
+        return type(x), *[_kind_of(getattr(x, field.name, None)) for field in dataclasses.fields(x)]
+    return type(x)
 
 
 class Identity:
@@ -91,17 +104,21 @@ def form_of(value: object) -> Hashable:
 
 def _of_module(module: nn.Module) -> Hashable:
     own = vars(module)
-    hooks = [name for name in own if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called"))]
-    if any(own[name] for name in hooks):
+    if any(own.get(name) for name in _HOOKS):
         return Identity(module)
-    attributes = [(name, form_of(value)) for name, value in own.items() if name not in {*_OWN, *hooks}]
+    attributes = [(name, form_of(value)) for name, value in own.items() if name not in _OWN]
     buffers = [(name, Identity(value)) for name, value in module._buffers.items()]
     children = [(name, None if x is None else _of_module(x)) for name, x in module._modules.items()]
-    forward: object = own.get("forward")
-    while (inner := getattr(forward, "__wrapped__", None)) is not None:  # the unit's own, around that of its class
-        forward = inner
+    forward: Any = own.get("forward")
+    while hasattr(forward, "__wrapped__") and _is_own(forward):  # the unit's own, around that of its class
+        forward = forward.__wrapped__
     usual = forward is None or getattr(forward, "__func__", None) is type(module).forward
     return type(module), usual or Identity(forward), tuple(module._parameters), *attributes, *buffers, *children
+
+
+def _is_own(forward: object) -> bool:
+    name = getattr(forward, "__globals__", {}).get("__name__", "")
+    return name.startswith(("fzero.functional", "fzero.modules"))
 
 
 def closed_over(value: object) -> Hashable:
