@@ -12,7 +12,7 @@ from fzero.base import pytree
 from fzero.base.context import during, jitting, proves
 from fzero.comm import pieces
 from fzero.graph import of_torch, operators, program
-from fzero.graph.errors import need_plain, need_streams, refusing
+from fzero.graph.errors import need_plain, need_streams
 from fzero.graph.jit import Programs, place
 from fzero.graph.numbers import as_tensor, marked, number_of
 from fzero.graph.operators import Effects
@@ -53,20 +53,14 @@ class Function(Programs[Made]):
         here = place()
         first = key[1:] if here is None else (here, given.form[-1])
         make = lambda: self._programs.get(key) or self._add(key, given)
-        out, made = self.called(
-            name_of(self.fn), first, lambda: self.fn(*args, **kwargs), make, here is not None and bool(self.traces)
-        )
+        leaves = lambda out, made: (pytree.ordered(out, is_leaf=is_state)[0], made.result.leaves)
+        own, ranks = lambda: self.fn(*args, **kwargs), here is not None and bool(self.traces)
+        out, made = self.called(name_of(self.fn), first, own, make, leaves, ranks)
         if made is None or out is not None:
             return out
         with torch.no_grad(), made.effects.running(given.axes, given.updates) as axes:
             out = made.result.made(made.run([x.detach() for x in given.tensors]), values=True)
         return over_axes(out, axes)
-
-    def leaves_of(self, out: Any) -> Sequence[object]:
-        return pytree.ordered(out, is_leaf=is_state)[0]
-
-    def kinds_of(self, program: Made) -> Sequence[object]:
-        return program.result.leaves
 
     def graph(self, *args: object, **kwargs: object) -> torch.fx.GraphModule:
         """The graph of a call with such arguments."""
@@ -102,7 +96,7 @@ class Function(Programs[Made]):
                     return trace(run, own, (), table, level=True), regions
 
         table = of_torch.decompositions(self.backend)
-        with refusing():
+        with self.tracing():
             traced, regions = with_regions(traced_here)
         program.leave_unused(traced.forward, regions.traced)
         every = [traced.forward, *[each for region in regions.traced for each in (region.forward, region.pullback)]]

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Generic, TypeVar, Unpack
 
 import torch
 
 from fzero.base import private, pytree
-from fzero.base.context import in_differentiated
-from fzero.comm import backend
+from fzero.base.context import during, in_differentiated
+from fzero.comm import backend, pieces
 from fzero.engine.carry import Carry
 from fzero.engine.outcome import Outcome, wanted_of
 from fzero.engine.weighing import counted
@@ -50,9 +51,16 @@ class Programs(Generic[P]):
         self._plain = False  # after a trace that failed, where that may be
         self._programs: dict[object, P] = {}
         self._begun: dict[object, None] = {}  # what had its first run
+        self._heard: dict[object, list[tuple[int, ...]]] = {}  # what ranks told each other there
 
     def called(
-        self, name: str, first: object, own: Callable[[], Any], make: Callable[[], P], ranks: bool = False
+        self,
+        name: str,
+        first: object,
+        own: Callable[[], Any],
+        make: Callable[[], P],
+        leaves: Callable[[Any, P], tuple[Sequence[object], Sequence[object]]],
+        ranks: bool = False,
     ) -> tuple[Any, P | None]:
         """What a run without a graph returns, if it is the first one or nothing can be traced, and the program.
 
@@ -63,11 +71,13 @@ class Programs(Generic[P]):
 
         Args:
             first: what such a run is made for once.
+            leaves: of such a run's result, and what those of a program are: dtypes, types of numbers, None of values.
             ranks: whether others run their graphs, so that this must be traced.
         """
         out = None
         if first not in self._begun:
-            out = own()
+            with during(pieces.heard, self._heard):
+                out = own()
             self._begun[first] = None
             if len(self._begun) > KEPT:
                 del self._begun[next(iter(self._begun))]
@@ -80,7 +90,7 @@ class Programs(Generic[P]):
             warnings.warn(f"jit: {name} runs without a graph: {error}", stacklevel=5)
             return own() if out is None else out, None
         if out is not None:
-            found, kinds = self.leaves_of(out), self.kinds_of(program)
+            found, kinds = leaves(out, program)
             if len(found) != len(kinds) or not all(map(_is, found, kinds)):
                 del self._begun[first]
                 raise ValueError(
@@ -90,13 +100,10 @@ class Programs(Generic[P]):
                 )
         return out, program
 
-    def leaves_of(self, out: Any) -> Sequence[object]:
-        """Those that a run without a graph returns."""
-        raise NotImplementedError
-
-    def kinds_of(self, program: P) -> Sequence[object]:
-        """What the leaves of a program's result are: a tensor's dtype, a number's type, None of other values."""
-        raise NotImplementedError
+    @contextlib.contextmanager
+    def tracing(self) -> Iterator[None]:
+        with refusing(), during(pieces.heard, self._heard):
+            yield
 
     def taken(self, inputs: Sequence[object], is_leaf: pytree.Test | None = None) -> list[object]:
         """Inputs with numbers of Python as tensors, but for those that are static."""
@@ -177,13 +184,6 @@ class Jit(Programs[Program]):
         out, program, given = self._called("forward", step, state, inputs, None, own)
         return out if program is None or out is not None else forward_only(program, step, state, given, seed, mask)
 
-    def leaves_of(self, out: Any) -> Sequence[object]:
-        return pytree.flatten((out.outputs, out.aux) if isinstance(out, Outcome) else out)[0]
-
-    def kinds_of(self, program: Program) -> Sequence[object]:
-        leaves = pytree.flatten(program.split([x.meta["val"] for x in result_of(program.traced.forward)])[:2])[0]
-        return [x.dtype if isinstance(x, torch.Tensor) else None for x in leaves]
-
     def _called(
         self,
         verb: str,
@@ -202,7 +202,13 @@ class Jit(Programs[Program]):
         if first not in self._begun:
             need_traceable(step, state)
         make = lambda: self._program(key, step, state, given, wanted)
-        return *self.called(step.name, first, own, make), given
+
+        def leaves(out: Any, program: Program) -> tuple[list[object], list[object]]:
+            found = pytree.flatten((out.outputs, out.aux) if isinstance(out, Outcome) else out)[0]
+            result = pytree.flatten(program.split([x.meta["val"] for x in result_of(program.traced.forward)])[:2])[0]
+            return found, [x.dtype if isinstance(x, torch.Tensor) else None for x in result]
+
+        return *self.called(step.name, first, own, make, leaves), given
 
     def _given(self, step: Spec, inputs: Inputs) -> Inputs:
         """Inputs with numbers of Python as tensors, but for static ones and what is carried."""
@@ -224,7 +230,7 @@ class Jit(Programs[Program]):
         known = lambda: self._programs.get(key) or self._programs.get((key, place()))
         if (program := known()) is not None:
             return program
-        with refusing():
+        with self.tracing():
             if (program := known()) is None:  # else another rank's thread was first
                 program = Program(step, state, inputs, wanted, self.backend)
                 shapes = lambda: f"inputs of shapes {[tuple(x.shape) for x in pytree.tensors_in(*inputs)]}"

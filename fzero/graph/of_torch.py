@@ -61,9 +61,9 @@ def traced(fn: Callable[..., object], given: Sequence[torch.Tensor], decompositi
 
     Another graph that is being traced around it sees nothing of it.
     """
-    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
+    from torch.fx.experimental.proxy_tensor import make_fx
 
-    with disable_proxy_modes_tracing():
+    with untraced():
         module = make_fx(fn, decomposition_table=decompositions)(*given)
         if any(_writes(node) for node in module.graph.nodes):
             module = make_fx(torch.func.functionalize(module), decomposition_table=decompositions)(*given)
