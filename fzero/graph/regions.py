@@ -169,7 +169,7 @@ class StepRegions(Regions):
         wanted = [i for i, moves in enumerate(moving) if moves and i not in flat.counts]
         metas = tuple(map(meta_of, operands))
         places = tuple([axis.identity for axis in flat.axes])
-        now = closed_over(step.fn), ambient_of("cpu")
+        now = closed_over(step), ambient_of("cpu")
         of = Identity(step), Identity(verb), flat.form, places, metas, tuple(wanted), now
         key = *of, *map(Identity, held.values())
         if key not in self._known:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import types
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -12,17 +13,21 @@ from torch import nn
 from torch.utils import _pytree as torch_pytree
 
 from fzero.base import private, pytree
+from fzero.base.rebound import parts_of
 from fzero.comm.axis import Axis
 from fzero.graph.numbers import NUMBERS, number_of
 from fzero.state.sharded import Sharded, is_item, map_trees
 from fzero.state.train_state import TrainState
+from fzero.table.spec import Spec
 
 T = TypeVar("T")
 Count = int | float | torch.Tensor
 
 _VALUES = (*NUMBERS, str, bytes, type(None), torch.dtype, torch.device, type, types.BuiltinFunctionType)
+_LEAD_NOWHERE = frozenset({*_VALUES, torch.Tensor})
 _UNSET = types.CellType()  # of a variable that has no value
-_OWN = {"_parameters", "_buffers", "_modules", "forward"}
+_HOOKS = {name for name in vars(nn.Module()) if name.endswith(("_hooks", "_with_kwargs", "_always_called"))}
+_OWN = {"_parameters", "_buffers", "_modules", "forward", *_HOOKS}
 
 
 def meta_of(x: torch.Tensor) -> tuple[object, ...]:
@@ -37,7 +42,7 @@ def ambient_of(device: str) -> tuple[object, ...]:
 
 
 def value_of(x: object) -> object:
-    """A static value, as a part of a signature: 1 is not True, and 0.0 is not -0.0."""
+    """A static value, as a part of a signature: 1 is not True, and 0.0 is not -0.0, nor in a tuple or a dataclass."""
     try:
         hash(x)
     except TypeError as error:
@@ -45,7 +50,18 @@ def value_of(x: object) -> object:
             f"jit: got a {type(x).__name__} among the inputs, which is no tensor and cannot be hashed, so that nobody "
             "sees when it changes. Give a tensor, or a tuple."
         ) from error
-    return type(x), repr(x) if isinstance(x, (float, complex)) else x
+    return _kind_of(x), None if isinstance(x, (float, complex)) else x
+
+
+def _kind_of(x: object) -> object:
+    """What values differ in that Python calls equal."""
+    if isinstance(x, (float, complex)):
+        return type(x), repr(x)
+    if isinstance(x, (tuple, frozenset)):
+        return type(x), *map(_kind_of, x)
+    if dataclasses.is_dataclass(x) and not isinstance(x, type):
+        return type(x), *[_kind_of(getattr(x, field.name, None)) for field in dataclasses.fields(x)]
+    return type(x)
 
 
 class Identity:
@@ -88,32 +104,39 @@ def form_of(value: object) -> Hashable:
 
 def _of_module(module: nn.Module) -> Hashable:
     own = vars(module)
-    hooks = [name for name in own if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called"))]
-    if any(own[name] for name in hooks):
+    if any(own.get(name) for name in _HOOKS):
         return Identity(module)
-    attributes = [(name, form_of(value)) for name, value in own.items() if name not in {*_OWN, *hooks}]
+    attributes = [(name, form_of(value)) for name, value in own.items() if name not in _OWN]
     buffers = [(name, Identity(value)) for name, value in module._buffers.items()]
     children = [(name, None if x is None else _of_module(x)) for name, x in module._modules.items()]
-    forward: object = own.get("forward")
-    while (inner := getattr(forward, "__wrapped__", None)) is not None:  # the unit's own, around that of its class
-        forward = inner
+    forward: Any = own.get("forward")
+    while hasattr(forward, "__wrapped__") and _is_own(forward):  # the unit's own, around that of its class
+        forward = forward.__wrapped__
     usual = forward is None or getattr(forward, "__func__", None) is type(module).forward
     return type(module), usual or Identity(forward), tuple(module._parameters), *attributes, *buffers, *children
 
 
-def closed_over(fn: object) -> Hashable:
-    """What a function, and functions that it closes over, close over now: another value or tensor is traced anew."""
-    out, todo, seen = list[Hashable](), [fn], set[int]()  # once each, as functions may call themselves
+def _is_own(forward: object) -> bool:
+    name = getattr(forward, "__globals__", {}).get("__name__", "")
+    return name.startswith(("fzero.functional", "fzero.modules"))
+
+
+def closed_over(value: object) -> Hashable:
+    """What the variables hold now that functions close over, of all that a function or a step leads to."""
+    out, todo, seen = list[Hashable](), [value], set[int]()  # once each, as functions may call themselves
     for each in todo:  # which grows
-        while isinstance(each, functools.partial):
-            each = each.func
-        each = getattr(each, "__func__", each)
-        for cell in each.__closure__ or () if isinstance(each, types.FunctionType) else ():
-            value = cell if cell == _UNSET else cell.cell_contents
-            out.append(value_of(value) if isinstance(value, _VALUES) else Identity(value))
-            if id(value) not in seen:
-                seen.add(id(value))
-                todo.append(value)
+        if isinstance(each, types.FunctionType):
+            for cell in each.__closure__ or ():
+                held = cell if cell == _UNSET else cell.cell_contents
+                out.append(value_of(held) if isinstance(held, _VALUES) else Identity(held))
+        elif isinstance(each, types.MethodType):
+            todo.append(each.__func__)
+        elif isinstance(each, Spec):
+            each = each.fn, each.optimizer, each.extras, each.microbatches.weights
+        for part in (*parts_of(each), getattr(each, "__dict__", {}).get("__wrapped__")):  # as of a jitted function
+            if type(part) not in _LEAD_NOWHERE and id(part) not in seen:
+                seen.add(id(part))
+                todo.append(part)
     return tuple(out)
 
 

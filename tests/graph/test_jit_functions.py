@@ -263,3 +263,28 @@ def test_the_tenth_trace_is_said() -> None:
     with pytest.warns(UserWarning, match=r"10th time, now for other tensors of shapes \[\(20,\), \(\)\] of <lambda>"):
         fast(torch.ones(20), 2.0)
     fast(torch.ones(21), 2.0)
+
+
+def kept_in(kind: str, helper: Callable[..., Any]) -> Callable[..., Any]:
+    """A loss that comes to its helper by something else than a variable of its own."""
+    if kind == "default":
+        return lambda p, x, own=helper: own(x @ p["o"]).sum()
+    if kind == "partial":
+        return functools.partial(lambda p, x, own: own(x @ p["o"]).sum(), own=helper)
+    held = (helper if kind == "tuple" else fz.jit(helper, backend="graph"),)
+    return lambda p, x: held[0](x @ p["o"]).sum()
+
+
+@pytest.mark.parametrize("kind", ["default", "partial", "tuple", "jitted"])
+def test_variables_of_what_a_function_leads_to(kind: str) -> None:
+    """Those of a step's loss and its learning rate, and of helpers, are read in each call."""
+    factor, rate = 1.0, 0.1
+    step = fz.train_step(kept_in(kind, lambda x: x * factor), fz.partition({"*": fz.sgd(lambda n: rate)}))
+    state = step.init({"o": PARAMS["o"]})
+    fns: list[Callable[..., Any]] = [lambda s, x: step(s, x), torch.vmap(step, in_dims=(None, 0)), step]
+    for fn, x in zip(fns, (X, XS[0], X), strict=True):
+        fast = fz.jit(fn, backend="graph")
+        for factor, rate in ((1.0, 0.1), (2.0, 0.1), (2.0, 0.3), (2.0, 0.3)):  # noqa: B007 - the step reads them
+            (got, metrics), (want, others) = fast(state, x), fn(state, x)
+            assert_trees_close((got.params, metrics), (want.params, others), rtol=1e-12)
+        assert fast.traces == (2 if fn is step else 3)

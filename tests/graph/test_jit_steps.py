@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import itertools
+import math
+import types
 import weakref
 from typing import Any
 
@@ -74,17 +77,22 @@ def test_writes_with_inductor_on_threads() -> None:
 
 def test_modules_of_one_class_that_compute_differently() -> None:
     class Block(nn.Module):
-        def __init__(self, factor: float) -> None:
+        def __init__(self, factor: float, no_hooks: bool | None = False) -> None:
             super().__init__()
-            self.linear, self.factor = nn.Linear(4, 4, dtype=F64), factor
+            self.linear, self.factor, self.no_hooks = nn.Linear(4, 4, dtype=F64), factor, no_hooks
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.factor * torch.tanh(self.linear(x))
+            return self.factor * torch.tanh(self.linear(x)) + (self.no_hooks is None)
 
-    blocks = [Block(1.0), Block(1.0), Block(0.5)]
+    def times(factor: int) -> Any:
+        return functools.wraps(Block.forward)(lambda self, x: factor * Block.forward(self, x))
+
+    blocks = [*map(Block, (1.0, 1.0, 0.5, 1.0, 1.0, 1.0)), Block(1.0, None)]
     for each in blocks:
         nn.init.normal_(each.linear.weight, generator=torch.Generator().manual_seed(0))
     blocks[1].forward = functools.partial(lambda old, x: 2 * old(x), blocks[1].forward)  # type: ignore[method-assign]
+    for each, factor in zip(blocks[3:5], (3, -1), strict=True):
+        each.forward = types.MethodType(times(factor), each)  # type: ignore[method-assign]
     apply, params = fz.functional(nn.Sequential(*blocks))
     compare(lambda p, x: apply(p, x).square().mean(), params)
 
@@ -329,6 +337,21 @@ def test_a_unit_tells_zeros_apart_by_their_signs() -> None:
     signed = fz.unit(lambda p, x, zero: (x @ p["w"]) * (torch.ones(4) / zero).clamp(-1, 1))
     of_both = lambda blocks, x: signed(blocks[0], x, 0.0) - signed(blocks[1], x, -0.0)
     compare(lambda p, x: of_both(p["blocks"], x).square().sum() + p["s"].sum())
+
+
+def test_static_values_that_are_equal_and_not_alike() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Config:
+        scale: object
+
+    def fn(p: Any, x: torch.Tensor, config: Config) -> torch.Tensor:
+        (scale,) = config.scale if isinstance(config.scale, tuple) else (config.scale,)
+        size = math.copysign(len(type(scale).__name__), float(scale))  # type: ignore[arg-type]
+        return (x @ p["s"].expand(4, 4)).square().mean() * size
+
+    values = [1, 1.0, True, 0.0, -0.0, (0.0,), (-0.0,), (1,), (True,), 1]
+    fast = compare(fn, {"s": drawn(4)}, len(values), lambda i: (drawn(3, 4), Config(values[i])))
+    assert fast.traces == 9
 
 
 def test_a_unit_reads_the_callers_variable_through_helpers() -> None:
