@@ -32,7 +32,7 @@ def drawn(rng: random.Random, h: torch.Tensor, x: torch.Tensor) -> tuple[list[st
     lines, space = list[str](), between.space_of(h, x)
     for _ in range(20):
         d, e, k = rng.randint(-3, -1), rng.randint(-3, -1), rng.choice([2, 3, 4, 6])
-        line = rng.choice(MILD if rng.random() < 0.6 else LINES).format(d=d, e=e, k=k)
+        line = rng.choice(MILD if rng.random() < 0.1 else LINES).format(d=d, e=e, k=k)
         own = dict(space)
         try:
             exec(line, own)
