@@ -117,6 +117,31 @@ class Part:
         by_axes = [own / total if total else 1 / place.piece(axes)[1] for axes, (own, total) in shares.items()]
         return math.prod(by_axes) / place.copies(names)
 
+    def need_microbatches(self, operands: Operands) -> None:
+        """Refuses on all ranks what some could not split into the step's microbatches, for whom others would wait."""
+        micro, sizes, uneven = self.step.microbatches, set[int](), False
+        if micro.count == 1:
+            return
+        slots = pytree.flatten(slots_of(operands.skeleton))[0]
+        for slot, dim in zip(slots, micro.dims(operands.inputs), strict=True):
+            if not isinstance(slot, Slot) or dim is None:
+                continue
+            dims = operands.dims[slot.number]
+            if not -len(dims) <= dim < len(dims):
+                raise ValueError(
+                    f"accumulate: tensor {slot.number} of the inputs has {len(dims)} dims, and no dim {dim} that could "
+                    f"be split into {micro.count} microbatches. Pass in_dims= with None for inputs that are not split."
+                )
+            total, count = operands.shares.get(dims[dim], (0, 0))[1], self.place.piece(dims[dim])[1]
+            sizes.add(total)
+            uneven |= total % (count * micro.count) > 0
+            if uneven and len(sizes) > 1:
+                raise ValueError(
+                    f"accumulate: got inputs of sizes {sorted(sizes)} along the dims that are split into {micro.count} "
+                    f"microbatches, which some of {count} ranks could not divide; expected the same size in all, or "
+                    f"sizes that {count * micro.count} divides."
+                )
+
     def pieces(self, number: int, tree: Packed, operands: Operands) -> list[Piece]:
         """The pieces that this rank has of the tensors in what the function returned.
 

@@ -53,6 +53,7 @@ def _returned(
 
 def _vjp(part: Part, operands: Operands) -> Results:
     argnums = operands.options["argnums"]
+    part.need_microbatches(operands)
     own = part.step.vjp(operands.objects["state"], *operands.inputs, argnums=argnums, rng=operands.options["rng"])
     outputs, pullback, *aux = own
     values, skeletons = _returned(part, operands, outputs, *aux)
@@ -102,6 +103,7 @@ def _pull(part: Part, operands: Operands) -> Results:
 
 
 def _forward(part: Part, operands: Operands) -> Results:
+    part.need_microbatches(operands)
     out = part.step.forward(operands.objects["state"], *operands.inputs, rng=operands.options["rng"])
     return Results(*_returned(part, operands, *(out if part.step.has_aux else (out,))))
 
@@ -147,6 +149,7 @@ class _Weighted:
 def _step(part: Part, operands: Operands) -> Results:
     """A whole step of a loss."""
     step, state, rng = part.step, operands.objects["state"], operands.options["rng"]
+    part.need_microbatches(operands)
     weight = part.weight(operands.shares) * part.place.means
     if weight != 1.0:
         step = dataclasses.replace(step, fn=_Weighted(step.fn, weight, step.has_aux))
