@@ -198,7 +198,7 @@ def test_shares_that_do_not_divide_into_microbatches(rows: int) -> None:
         for call in (own, own.vjp, own.forward):
             with pytest.raises(ValueError, match=r"accumulate: got inputs of sizes .* microbatches"):
                 fz.fetch(call(state, x, ("loss",), torch.ones(2)))
-            with pytest.raises(ValueError, match=r"accumulate: tensor 1 of the inputs has 0 dims, .* in_dims= with None"):
+            with pytest.raises(ValueError, match=r"accumulate: tensor 1 .* has 0 dims, .* in_dims= with None"):
                 fz.fetch(call(state, x, ("loss",), torch.ones(())))
         assert time.monotonic() - begun_at < 3
 
