@@ -132,11 +132,11 @@ class Flops(TorchDispatchMode):
 
 
 class Wide(TorchDispatchMode):
-    """Computes on in float64 where a function goes from there to fewer bits, as by x.float() or autocast."""
+    """Computes on in float64 where a function goes from there to fewer bits, as by x.float(), autocast or dtype=."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.eps = 0.0  # of the coarsest dtype that it goes to all the same, as by sum(dtype=torch.float32)
+        self.eps = 0.0  # of the coarsest dtype that it goes to all the same, as by a copy into a buffer
 
     def __torch_dispatch__(
         self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
@@ -145,7 +145,7 @@ class Wide(TorchDispatchMode):
         if not any(x.dtype in (torch.float64, torch.complex128) for x in pytree.tensors_in(*args)):
             return func(*args, **named)
         dtype = named.get("dtype")
-        if func is torch.ops.aten._to_copy.default and isinstance(dtype, torch.dtype):
+        if isinstance(dtype, torch.dtype):
             named["dtype"] = wide_dtype(dtype)
         out = func(*args, **named)
         for x in pytree.tensors_in(out):

@@ -148,14 +148,14 @@ class Tracing(dispatch.TorchDispatchMode):
     def name(self, x: torch.Tensor, name: str) -> None:
         self.names.add(name)
 
-    def send(self, call: Callable[[], T], written: Tensors) -> T:
-        """Sends messages, which are one operation."""
-        self._paused = True
+    def send(self, call: Callable[[], T], operands: Tensors, written: Tensors) -> T:
+        """Sends messages, which are one operation of what is sent, and of what they are received in."""
+        self._paused, reads = True, tuple([self._maker(x) for x in (*operands, *written)])
         try:
             out = call()
         finally:
             self._paused = False
-        number = self._next(sending, ())
+        number = self._next(sending, reads)
         self._made(number, (), written, ())
         for x in written:
             self._note(x, number)
@@ -368,6 +368,8 @@ def sending(call: Callable[P, T], *written: torch.Tensor) -> Callable[P, T]:
 
     def calling(*args: P.args, **kwargs: P.kwargs) -> T:
         tracing = _current.get()
-        return call(*args, **kwargs) if tracing is None else tracing.send(lambda: call(*args, **kwargs), written)
+        if tracing is None:
+            return call(*args, **kwargs)
+        return tracing.send(lambda: call(*args, **kwargs), tensors_in(*args, *kwargs.values()), written)
 
     return calling

@@ -25,7 +25,7 @@ from fzero.engine.alike import varies
 from fzero.parallel.check import apart, pull_back, ran, reads, watched
 from fzero.parallel.declared import Dims, Inputs, Planned
 from fzero.parallel.forms import REPLICATED, Called, form_of, set_forms
-from fzero.parallel.played import is_proven, need_one_process
+from fzero.parallel.played import NotFinite, is_proven, need_one_process
 from fzero.parallel.types import WHO, AxisTypeError, DryRun, place_of, tensors_in, type_of
 from fzero.state.sharded import Sharded
 from fzero.table.module_params import hints_of
@@ -116,13 +116,13 @@ def _first_run(step: Spec, params: Sharded, inputs: Sequence[object], run: DryRu
         return learns
 
 
-def _drawn(step: Spec, params: Sharded, seed: int) -> Planned:
-    """A step's function on one rank, with params that are drawn."""
+def _drawn(step: Spec, params: Sharded, seed: int, positive: bool) -> Planned:
+    """A step's function on one rank, with params that are drawn; positive ones for a square root of them, say."""
     generator, drawn = torch.Generator("cpu").manual_seed(seed), []
     for row in params.layout.rows:
         x = torch.randn(row.shape, generator=generator, device="cpu") / max(1, *row.shape[-1:]) ** 0.5
         x = x * 8 if seed == 2 else x  # what is cut off above some norm, say, is so once
-        drawn.append(x.to(row.dtype))
+        drawn.append((x.abs() if positive else x).to(row.dtype))
     return Planned(step, pytree.unflatten(params.structure, drawn), params.axis)
 
 
@@ -173,10 +173,16 @@ def _need_one_process(
                 inputs.leaves[i] = replace(each, leaf=x)
         given = inputs.leaves
         for seed in range(DRAWS):
-            inputs.planned = _drawn(step, params, seed)
             inputs.leaves = [replace(each, leaf=_other(each.leaf, seed)) for each in given]
             try:
-                need_one_process(fn, inputs, outputs, sizes, draws)
+                for positive in (False, True):
+                    inputs.planned = _drawn(step, params, seed, positive)
+                    try:
+                        need_one_process(fn, inputs, outputs, sizes, draws)
+                        break
+                    except NotFinite:
+                        if positive:
+                            raise
             except Exception as error:
                 if not seed or isinstance(error, AxisTypeError):
                     raise  # else the function does not take what was drawn

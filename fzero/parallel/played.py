@@ -30,6 +30,10 @@ _proven = set[tuple[object, ...]]()  # of the steps' functions that were compare
 Place = Mapping[str, int]
 
 
+class NotFinite(ValueError):
+    """Values of which a function gives nothing that could be compared."""
+
+
 class Run(NamedTuple):
     """What one rank has computed.
 
@@ -92,7 +96,7 @@ def need_one_process(
     wholes = [_whole(inputs, each, sizes) for each in inputs.leaves]
     try:
         _compare(fn, inputs, [_widened(x) for x in wholes], outputs, sizes, draws, wide=True)
-    except AxisTypeError:
+    except (AxisTypeError, NotFinite):
         raise
     except Exception:  # it takes no float64, as where it multiplies by a table in float32
         _compare(fn, inputs, wholes, outputs, sizes, draws, wide=False)
@@ -120,6 +124,9 @@ def _compare(
             "read ax.size and ax.rank itself, inside; or leave values out."
         )
         raise
+    found = [*expected.grads.values(), *[x for x in expected.outputs.values() if x.isnan().any()]]
+    if not all([bool(x.isfinite().all()) for x in found]):
+        raise NotFinite(f"{WHO}: on one process the function gives NaN, or gradients that are not finite")
     shapes = {path: x.shape for path, x in expected.outputs.items()}
     try:
         runs = play(sizes, functools.partial(_run, fn, inputs, wholes, outputs, sizes, shapes, wide))
@@ -276,7 +283,7 @@ def _bound(eps: float, want: torch.Tensor, largest: float = 0.0) -> float:
 
 
 def _most(x: torch.Tensor) -> float:
-    return x.abs().max().item() if x.numel() else 0.0
+    return x.abs().nan_to_num(0.0, 0.0, 0.0).max().item() if x.numel() else 0.0
 
 
 def _need_same(

@@ -32,18 +32,18 @@ def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
 PARAMS, X = {name: drawn(*shape, seed=i) for i, (name, shape) in enumerate(SHAPES.items())}, drawn(3, 4, seed=9)
 
 
-def on_rank(rank: int, fn: Fn) -> tuple[torch.Tensor, Params]:
+def on_rank(rank: int, fn: Fn, params: Params) -> tuple[torch.Tensor, Params]:
     ax = P.axis(None, "tp")
     step = fz.shard_tensor(fz.train_step(lambda p, x: fn(p, x, ax), fz.sgd(0.1)), PLAN)
-    loss, pullback = step.vjp(step.init(PARAMS), X, argnums=())
+    loss, pullback = step.vjp(step.init(params), X, argnums=())
     return loss, dict(fz.gather(pullback(torch.ones_like(loss))[0]))
 
 
-def is_equal(fn: Fn, ranks: int = 2, rtol: float = 1e-10) -> bool:
+def is_equal(fn: Fn, ranks: int = 2, rtol: float = 1e-10, params: Params = PARAMS) -> bool:
     """Whether ranks have what one has; the other way is that they are refused."""
-    (want,) = run_ranks(functools.partial(on_rank, fn=fn), 1)
+    (want,) = run_ranks(functools.partial(on_rank, fn=fn, params=params), 1)
     try:
-        found = run_ranks(functools.partial(on_rank, fn=fn), ranks)
+        found = run_ranks(functools.partial(on_rank, fn=fn, params=params), ranks)
     except fz.testing.RankError as error:
         assert isinstance(error.__cause__, AxisTypeError) and "test_pure_functions.py:" in str(error.__cause__)
         return False
@@ -179,6 +179,9 @@ REFUSED: dict[str, Fn] = {
     "a small term in float32": lambda p, x, ax: (
         to_row(up(p, x, ax), p, ax) + 1e-5 * P.sum(up(p, x, ax).float().softmax(-1)[:, 0].sum(), ax)
     ),
+    "a term beside constants of few bits": lambda p, x, ax: (
+        to_row(up(p, x, ax) * x.new_ones(1, dtype=torch.bfloat16), p, ax) + 1e-5 * P.sum(p["up"].square().mean(), ax)
+    ),
     "a norm that counts where it is large": lambda p, x, ax: to_row(
         up(p, x, ax) * (10 / p["up"].norm().clamp(min=10)), p, ax
     ),
@@ -193,6 +196,12 @@ REFUSED: dict[str, Fn] = {
 @pytest.mark.parametrize("name", EQUAL)
 def test_equal(name: str) -> None:
     assert is_equal(EQUAL[name])
+
+
+def test_a_function_that_takes_positive_params() -> None:
+    positive = {name: x.abs() + 0.1 for name, x in PARAMS.items()}
+    assert is_equal(lambda p, x, ax: P.sum(p["up"].sqrt().sum(), ax), params=positive)
+    assert not is_equal(lambda p, x, ax: P.sum(p["up"].sqrt().mean(), ax), params=positive)
 
 
 def test_a_function_that_takes_no_float64() -> None:

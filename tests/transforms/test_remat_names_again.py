@@ -220,6 +220,26 @@ def test_draws_are_made_again_on_another_thread_and_disturb_nobody() -> None:
     assert seen and all(seen)
 
 
+@pytest.mark.parametrize("names", [("a",), ("sum",), ("a", "sum")])
+def test_what_is_sent_again_is_computed_again(names: tuple[str, ...]) -> None:
+    def run(rank: int, transform: Callable[[fz.Step], fz.Step]) -> Any:
+        ax = fz.parallel.axis(None, "tp")
+
+        def body(p: Params, x: torch.Tensor) -> torch.Tensor:
+            a = fz.name(torch.tanh(fz.parallel.copy(x, ax) @ p["w"]), "a")
+            total = fz.name(fz.parallel.sum(a @ p["w"].t(), ax), "sum")
+            return x + torch.sin(2 * total)
+
+        step, state = made(body, lambda step: fz.shard_tensor(transform(step), {"*w": 1}))
+        for count in range(3):
+            state, _ = step(state, torch.ones(3, 4, dtype=F64) * count)
+        return fz.gather(state.params)
+
+    (want,) = run_ranks(functools.partial(run, transform=lambda step: step), 1)
+    for own in run_ranks(functools.partial(run, transform=lambda step: fz.remat(step, save=names)), 2):
+        assert_trees_close(own, want, rtol=1e-10)
+
+
 def test_a_generator_of_the_users_own_is_refused() -> None:
     """What it gives depends on whoever drew from it before."""
     generator = torch.Generator().manual_seed(1)
