@@ -186,20 +186,6 @@ def is_shared(generator: object) -> bool:
 # ---- what a thread draws from
 
 
-def note_regions() -> Callable[[], None]:
-    """Notes how many regions this thread is in; what it returns leaves those that are more."""
-    stream, count = current_stream(), len(_in_use)
-
-    def restore() -> None:
-        if acts_for_main():
-            for outermost in _in_use[count:][::-1]:
-                outermost.__exit__()
-        elif current_stream() is not stream:
-            swap_stream(stream)
-
-    return restore
-
-
 @atexit.register
 def _wait_for_threads() -> None:
     """Waits until threads that have ended for Python have ended for the system too.
