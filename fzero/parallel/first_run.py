@@ -166,6 +166,16 @@ def _need_one_process(
         )
     begin = f"{WHO}: {place}: no rule says that {what!r} gives there what one process has"
     instead = "Put the pieces together first (fz.parallel.sum, gather, all_to_all), or write it as a module."
+
+    def compare(seed: int) -> None:
+        for positive in (False, True):
+            inputs.planned = _drawn(step, params, seed, positive)
+            try:
+                return need_one_process(fn, inputs, outputs, sizes, draws)
+            except NotFinite:
+                if positive:
+                    raise
+
     try:
         for i, each in enumerate(inputs.leaves):
             if isinstance(x := each.leaf, torch.Tensor):
@@ -175,14 +185,7 @@ def _need_one_process(
         for seed in range(DRAWS):
             inputs.leaves = [replace(each, leaf=_other(each.leaf, seed)) for each in given]
             try:
-                for positive in (False, True):
-                    inputs.planned = _drawn(step, params, seed, positive)
-                    try:
-                        need_one_process(fn, inputs, outputs, sizes, draws)
-                        break
-                    except NotFinite:
-                        if positive:
-                            raise
+                compare(seed)
             except Exception as error:
                 if not seed or isinstance(error, AxisTypeError):
                     raise  # else the function does not take what was drawn
