@@ -85,7 +85,7 @@ def make_folder(path: str) -> None:
     """
     try:
         Path(path).mkdir(0o700, parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError):
+    except FileExistsError:
         said = f"fz.Disk: {path} is not a folder. Give the path of a folder, or of one to make."
         raise NotADirectoryError(said) from None
     except OSError as error:

@@ -65,9 +65,10 @@ def test_wrong_arguments(error: type[Exception], words: str, arguments: dict[str
 
 def test_what_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
-    for path in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(OSError, match=r"cannot make the folder .*file.*\((File exists|Not a directory)\)"):
-            Disk(path)
+    with pytest.raises(NotADirectoryError, match=r"file is not a folder\. Give the path of a folder"):
+        Disk(tmp_path / "file")
+    with pytest.raises(OSError, match=r"cannot make the folder .*below.*\(Not a directory\)"):
+        Disk(tmp_path / "file" / "below")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere" / "else")
     assert Disk(tmp_path / "dangling").path == str(tmp_path.resolve() / "nowhere" / "else")
     assert (tmp_path / "file").read_text() == "mine"
