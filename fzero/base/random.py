@@ -103,12 +103,12 @@ class seeded:
             self.traced = drawing = graph.effects.drawing(self.seed)
             drawing.__enter__()
             return
-        if not acts_for_main():
+        if not (_is_known_as_main() or acts_for_main()):
             self.generators = {}
             self.outer = swap_stream(self)
             return
         default: tuple[torch.Generator, ...] = (torch.default_generator,)
-        if torch.cuda.is_initialized():
+        if torch.cuda.default_generators and torch.cuda.is_initialized():
             default += (torch.cuda.default_generators[torch.cuda.current_device()],)
         with _one_at_a_time:
             self.states = list(map(torch.Generator.get_state, default))
@@ -199,11 +199,14 @@ def _wait_for_threads() -> None:
         time.sleep(0.001)
 
 
+_is_known_as_main: Callable[[], bool] = functools.partial(_C._is_key_in_tls, _MAIN)
+
+
 def acts_for_main() -> bool:
     """True on the main thread, and on one of autograd's that works for it while it waits."""
-    if not _C._is_key_in_tls(_MAIN) and threading.get_ident() == threading.main_thread().ident:
+    if not _is_known_as_main() and threading.get_ident() == threading.main_thread().ident:
         stash(_MAIN, True)
-    return _C._is_key_in_tls(_MAIN)
+    return _is_known_as_main()
 
 
 def current_stream() -> seeded | None:
@@ -297,10 +300,13 @@ def _with_generator(op: Operator, taking: Operator, names: list[str]) -> Callabl
     def kernel(keyset: Any, *args: object, **kwargs: object) -> object:
         given = dict(zip(names, args, strict=False), **kwargs)
         device = _look(given)[0] if _is_default(given.get("generator")) else None
-        own = _C._get_obj_in_tls(_STREAM).generator(device) if device is not None else None
-        if own is None:
+        stream: seeded = _C._get_obj_in_tls(_STREAM)
+        own = stream.generator(device) if device is not None else None
+        if device is None or own is None:
             return op.redispatch(keyset & _BELOW, *args, **kwargs)
         _refuse_checkpoint(op.name())
+        if private.level() and op._opname.endswith("_like"):  # which follow a map's randomness only without a generator
+            return stream.lend(device, op.name(), lambda: op.redispatch(keyset & _BELOW, *args, **kwargs))
         with unseen():
             return taking(**(given | {"generator": own}))
 

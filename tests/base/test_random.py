@@ -211,6 +211,10 @@ def _in_a_function() -> torch.Tensor:
     return torch.autograd.grad(Noise.apply(x).sum(), x)[0]  # type: ignore[union-attr]
 
 
+def _likes(x: torch.Tensor) -> torch.Tensor:
+    return torch.randn_like(x) + torch.rand_like(X[0]) + torch.randint_like(x, 1000) + torch.randint_like(x, 3, 1000)
+
+
 DRAWS: dict[str, Callable[[], torch.Tensor]] = {
     "dropout": lambda: F.dropout(X),
     "dropout in place": lambda: F.dropout(X.clone(), inplace=True),
@@ -234,6 +238,8 @@ DRAWS: dict[str, Callable[[], torch.Tensor]] = {
     "jvp": lambda: torch.func.jvp(lambda x: F.dropout(x * x) * torch.rand_like(x), (X,), (X,))[1],
     "vmap, different": lambda: torch.func.vmap(lambda x: F.dropout(x) + torch.rand(10), randomness="different")(X),
     "vmap, same": lambda: torch.func.vmap(lambda x: F.dropout(x) + torch.rand(10), randomness="same")(X),
+    "vmap of likes, different": lambda: torch.func.vmap(_likes, randomness="different")(X),
+    "vmap of likes, same": lambda: torch.func.vmap(_likes, randomness="same")(X),
     "vmap of native_dropout": lambda: torch.func.vmap(
         lambda x: torch.native_dropout(x, 0.5, True)[0], randomness="different"
     )(X),
