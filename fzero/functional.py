@@ -215,7 +215,7 @@ class Apply:
     ) -> object:
         if ROOT in units:  # the whole module is one unit
             root, given = own.root, (units[ROOT], args, kwargs)
-            fast, around = own.fast(root), root.places.installed
+            fast, around = root.fast if own.untouched.proven else root.call, root.places.installed
             return own.whole(call_carrying(root.carried, root.call, given, None, fast, around))
         outside = {name: params[leaf] for name, leaf in self._aliases.items()}
         by_index: dict[int, dict[str, object]] = {}
@@ -287,10 +287,6 @@ class _Copy:
         carried = self.carried and (self.carried.of(module) if prefix else self.carried)
         return _Unit(prefix, places, module, call, fast, carried)
 
-    def fast(self, unit: _Unit) -> Function:
-        """What runs of a unit in a compiled step: in a first call, which a mode looks at, what runs in any other."""
-        return unit.fast if self.untouched.proven else unit.call
-
     def _fresh(self, run: Function, path: str = "", code: Function | None = None) -> Function:
         """A module's function as it is called; `code` is what is compiled of it."""
         run = self._over_ranks(run)
@@ -357,7 +353,9 @@ class _Copy:
                 return call(*given)
 
         around = functools.partial(_around, others, unit)
-        own_call, own_fast = functools.partial(run, unit.call), functools.partial(run, self.fast(unit))
+        own_call = functools.partial(run, unit.call)
+        # in a compiled step; in a first call, which a mode looks at, what runs in any other
+        own_fast = functools.partial(run, unit.fast) if self.untouched.proven else own_call
         own_call.module = unit.module  # type: ignore[attr-defined]
         return call_carrying(unit.carried, own_call, (leaves, args, kwargs), seed, own_fast, around)
 

@@ -8,8 +8,9 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from fzero.base import pytree, replay
+from fzero.base import pytree
 from fzero.base.arguments import need_bool, wrong
+from fzero.base.replay import naming, tracing
 from fzero.comm.axis import Axis
 from fzero.engine.dispatch import call_unit
 from fzero.engine.traversal import origins_of, tensor_axis_of
@@ -91,7 +92,11 @@ def name(x: T, name: str) -> T:
         raise wrong("name", "x", x, "a tensor")
     if not isinstance(name, str):
         raise wrong("name", "name", name, "a name, such as 'qkv'")
-    replay.name(x, name)
+    run, graph = tracing.get(), naming.get()
+    if run is not None:
+        run.name(x, name)
+    if graph is not None:
+        graph(x.detach(), name)
     return x
 
 

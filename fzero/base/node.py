@@ -272,7 +272,7 @@ def _applied(op: Op, wanted: Sequence[int], *tensors: torch.Tensor) -> Tensors:
 OWNER = "_fzero_owner"  # set on what a node returned
 
 
-def direct(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+def direct(function: type[torch.autograd.Function]) -> Any:
     """`apply` of a Function, quick under plain autograd, of whose contexts Python's collector takes none for garbage.
 
     From a tensor the collector goes on to its node's context only where nothing else owns either, which it finds out

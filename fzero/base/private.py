@@ -48,11 +48,13 @@ def of_normal_tensors() -> AbstractContextManager[object]:
     return outside_inference() if torch.is_inference_mode_enabled() else contextlib.nullcontext()
 
 
+dispatch_modes_on: Callable[[], int] = torch._C._len_torch_dispatch_stack  # type: ignore[attr-defined]
+
+
 def dispatch_modes() -> bool:
     """Tells whether a mode is given every operator, as one that traces them is, and does not only look at them."""
     stack = torch.utils._python_dispatch._get_current_dispatch_mode_stack  # type: ignore[attr-defined]
-    some = torch._C._len_torch_dispatch_stack()  # type: ignore[attr-defined]
-    return bool(some) and not all(getattr(mode, "looks", False) for mode in stack())
+    return bool(dispatch_modes_on()) and not all(getattr(mode, "looks", False) for mode in stack())
 
 
 def traces() -> bool:
@@ -129,6 +131,7 @@ def direct(function: Any, then: Callable[[Any], object] | None = None) -> Any:
             then(out)
         return out
 
+    apply.plainly = quick.apply  # type: ignore[attr-defined]
     return apply
 
 
@@ -224,7 +227,9 @@ will_run: Callable[[object], bool] = torch._C._will_engine_execute_node  # type:
 
 def transforms() -> bool:
     """Tells whether any transform is active here: a functorch level, or forward-mode AD."""
-    return forward_mode() or _functorch.peek_interpreter_stack() is not None
+    # of forward mode as `forward_mode` says, without a call: every unit asks
+    pushed = torch.autograd.forward_ad._current_level >= 0 and not _shared_level
+    return pushed or _functorch.peek_interpreter_stack() is not None
 
 
 def transform_of(tensor: torch.Tensor) -> str | None:

@@ -27,7 +27,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 Tensors = Sequence[torch.Tensor]
 Named = Mapping[str, object]
-_current: contextvars.ContextVar[Tracing | None] = variable("tracing", None)
+# the run that is traced on this thread
+tracing: contextvars.ContextVar[Tracing | None] = variable("tracing", None)
 # takes the values that have names, and these, in a function that is traced into a graph
 naming: contextvars.ContextVar[Callable[[torch.Tensor, str], object] | None] = variable("naming", None)
 CONSTANT = -1  # stands for what depends on nothing that the function is given; inputs are -2, -3, ...
@@ -166,7 +167,7 @@ class Tracing(dispatch.TorchDispatchMode):
         """Inside, it sees what runs on this thread."""
         # `with self` is for all threads at once that one is on, which several may leave so: then nothing is compiled
         as_written.begin(self)
-        with during(_current, self):
+        with during(tracing, self):
             dispatch._push_mode(self)
             try:
                 yield
@@ -354,22 +355,13 @@ def _nbytes_of(memory: object) -> int:
 # ---- of the run that goes on
 
 
-def name(x: torch.Tensor, name: str) -> None:
-    """Gives a value a name in the run that is traced on this thread, if any."""
-    tracing, graph = _current.get(), naming.get()
-    if tracing is not None:
-        tracing.name(x, name)
-    if graph is not None:
-        graph(x.detach(), name)
-
-
 def sending(call: Callable[P, T], *written: torch.Tensor) -> Callable[P, T]:
     """A call that sends messages, and writes to these tensors, which no operator tells of."""
 
     def calling(*args: P.args, **kwargs: P.kwargs) -> T:
-        tracing = _current.get()
-        if tracing is None:
+        run = tracing.get()
+        if run is None:
             return call(*args, **kwargs)
-        return tracing.send(lambda: call(*args, **kwargs), tensors_in(*args, *kwargs.values()), written)
+        return run.send(lambda: call(*args, **kwargs), tensors_in(*args, *kwargs.values()), written)
 
     return calling

@@ -68,7 +68,8 @@ class CalledOp(Op):
             if index is not None:
                 numbers[id(x)] = index
             filled[place] = x
-        args, kwargs = cast(Any, self._spec.unflatten(filled))
+        made: Any = self._spec.unflatten(filled)
+        args, kwargs = made
         inner = changing((args, kwargs)) if signature.carriers else []
         own, others = collecting.OfUnit(), collecting.inside(self._begun) if signature.collectors else None
         tokens = current.set(None), here.set(present), known.set((traversal, numbers)), in_function.set(True)

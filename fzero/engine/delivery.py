@@ -17,7 +17,10 @@ import torch
 
 from fzero.base import pages
 from fzero.engine.schedule import Schedule
-from fzero.table.layout import Key, Layout
+from fzero.state.placing import settle
+from fzero.state.sharded import Sharded
+from fzero.stores.away import Buffer
+from fzero.table.layout import Key
 
 
 class Delivery:
@@ -27,7 +30,8 @@ class Delivery:
     added in the order in which the pullback comes by them, which is the same on every rank.
 
     Args:
-        receive: `receive(key, shard)`, called once for every group that is differentiated, in `grad` dtype.
+        found: is filled with the sum of each group that is differentiated, in `grad` dtype and in its memory.
+        receive: `receive(key, shard)` takes each sum in its place.
         unreduced: full cotangents of earlier microbatches, to be added before the reduction.
         partial: whether sums stay in `reduce` dtype, as others will be added to them.
 
@@ -39,13 +43,14 @@ class Delivery:
     def __init__(
         self,
         schedule: Schedule,
-        layout: Layout,
-        receive: Callable[[Key, torch.Tensor], object],
+        params: Sharded,
+        found: dict[Key, Buffer],
+        receive: Callable[[Key, torch.Tensor], object] | None = None,
         unreduced: Mapping[Key, torch.Tensor] | None = None,
         partial: bool = False,
     ) -> None:
-        self.schedule, self.layout = schedule, layout
-        self.receive, self.partial = receive, partial
+        self.schedule, self.params, self.layout = schedule, params, params.layout
+        self.found, self.receive, self.partial = found, receive, partial
         self.unreduced = dict(unreduced or {})
         self.into: Mapping[Key, torch.Tensor] = {}
         self.used: set[int] | None = None
@@ -104,7 +109,10 @@ class Delivery:
             numel = self.layout.groups[key].numel // use.axis.size
             total = pages.zeros(numel, dtype, use.device)
         self._delivered.add(key)
-        self.receive(key, total.to(dtype))
+        if self.receive is None:
+            self.found[key] = settle(self.params, key, "grads", total.to(dtype))
+        else:
+            self.receive(key, total.to(dtype))
 
     def finish(self, graph: Mapping[Key, torch.Tensor | None]) -> None:
         """Delivers what is left: the last reduction in flight, and groups of which not every use was pulled back.

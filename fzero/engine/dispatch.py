@@ -81,7 +81,7 @@ def call_unit(
         if each.fits(traversal, fn, flat, spec, transformed):
             signature = each
             break
-    first = signature is None or is_strict() or private.dispatch_modes()
+    first = signature is None or is_strict() or (private.dispatch_modes_on() and private.dispatch_modes())
     if signature is None or first:
         if hooks.in_checkpoint():
             raise noted(TypeError(CHECKPOINTED))

@@ -17,7 +17,7 @@ from fzero.base import hooks, private, pytree, refusals
 from fzero.base.ambient import functions_seen
 from fzero.base.context import averaged, proves, within
 from fzero.base.follow import is_pushed
-from fzero.base.node import Tensors, apply
+from fzero.base.node import Tensors, apply, own_jointly
 from fzero.base.places import Place, definition_of
 from fzero.base.random import seeded
 from fzero.base.refusals import noted
@@ -27,7 +27,7 @@ from fzero.comm.axis import done
 from fzero.engine.activations import Inputs, Saved
 from fzero.engine.compiled import compiled
 from fzero.engine.named import Named, Unit, looking
-from fzero.engine.pullback import Pull, PulledOp
+from fzero.engine.pullback import PulledOp
 from fzero.engine.signature import Signature
 from fzero.engine.surroundings import Surroundings, closed
 from fzero.engine.traversal import Traversal, inside
@@ -128,8 +128,10 @@ class UnitOp(PulledOp):
             alone = [i for i in self.wanted if i >= len(self.keys)]
             self._inputs = Inputs(operands, alone, self._memory, f"the inputs of {self.name}")
             self.stand_ins = self._inputs.stand_ins
-        if transformed or self.wanted:
+        if transformed:
             out = apply(self, self.wanted, *operands)
+        elif self.wanted:
+            own_jointly(out := apply.plainly(self, self.wanted, *operands))
         else:
             out = self.run(tuple(operands), ())
         if self.stand_ins:  # whose tensors lie elsewhere now
@@ -249,7 +251,7 @@ class UnitOp(PulledOp):
                 outputs.append(x)
         if wanted:
             filled = functools.partial(self._refilled, leaves, given) if signature.reruns else None
-            self._pull = Pull(differentiated, inputs, outputs, filled)
+            self._pull = differentiated, inputs, outputs, filled
         return tuple(map(torch.Tensor.detach, put))
 
     def _tried(self, leaves: Mapping[int, torch.Tensor], tensors: Sequence[torch.Tensor], memories: Memories) -> Trial:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -22,15 +21,13 @@ from fzero.engine.surroundings import Surroundings
 from fzero.engine.traversal import Traversal
 from fzero.table.layout import Key
 
-
-@dataclass(eq=False)
-class Pull:
-    """The kept graph of one first-order run of a unit."""
-
-    leaves: dict[Key, list[torch.Tensor]]  # of each group
-    inputs: dict[int, torch.Tensor]
-    outputs: list[torch.Tensor]
-    surroundings: Callable[[], contextlib.AbstractContextManager[object]] | None
+# the kept graph of one first-order run of a unit: its leaves by group, inputs, outputs, and what is around a pullback
+Pull = tuple[
+    dict[Key, list[torch.Tensor]],
+    dict[int, torch.Tensor],
+    list[torch.Tensor],
+    Callable[[], contextlib.AbstractContextManager[object]] | None,
+]
 
 
 class PulledOp(CalledOp):
@@ -86,35 +83,31 @@ class PulledOp(CalledOp):
                 for key, full in self._fulls.items():
                     (self._arriving.pop(key, None) or schedule.refill(key, full))()
                 schedule.gather_previous(self)
-            pull = self._pull
-            assert pull is not None
-            flat: list[torch.Tensor] = []
-            sizes: list[tuple[Key, int]] = []
-            for key, leaves in pull.leaves.items():
-                flat += leaves
-                sizes.append((key, len(leaves)))
-            inputs = list(pull.inputs.values())
-            around = [pull.surroundings()] if pull.surroundings is not None else []
+            assert self._pull is not None
+            leaves, inputs, outputs, surroundings = self._pull
+            sizes = [(key, len(own)) for key, own in leaves.items()]
+            flat = [x for own in leaves.values() for x in own] + list(inputs.values())
+            around = [surroundings()] if surroundings is not None else []
             if keep and self.signature.compiles:
                 around = [private.without_donation()]
-            run = functools.partial(gradients, pull.outputs, [*flat, *inputs], cotangents, keep)
+            run = functools.partial(gradients, outputs, flat, cotangents, keep)
             found = list(within(around, run) if around else run())
             if not self.signature.pulled:
-                need_no_strays(f"Unit {self.unit!r}", (*flat, *inputs))
+                need_no_strays(f"Unit {self.unit!r}", flat)
                 self.signature.pulled = True
             if self._inputs is not None or self._saved is not None:
                 self._leave()  # of what does not lead to these outputs
-            del flat, inputs, run
+            del flat, run
             # what the unit does not depend on has none: zeros would meet infinite derivatives before it
             out: dict[int, torch.Tensor] = {}
-            for i in reversed(pull.inputs):
+            for i in reversed(inputs):
                 if (cotangent := found.pop()) is not None:
                     out[i] = cotangent
             if keep:
                 self._empty()
             else:
                 self._pull, self._fulls = None, {}
-                pull.outputs, pull.leaves, pull.surroundings = [], {}, None
+                del outputs, leaves, surroundings
             for key, size in reversed(sizes):
                 grads = found[len(found) - size :]
                 del found[len(found) - size :]

@@ -30,8 +30,6 @@ from fzero.engine.outcome import Outcome, no_first_half, split_both, tensors_of
 from fzero.engine.outlets import alike
 from fzero.engine.traversal import Traversal
 from fzero.engine.written import unwritten
-from fzero.state.placing import settle
-from fzero.state.sharded import Sharded
 from fzero.state.train_state import TrainState
 from fzero.stores.away import Buffer
 from fzero.table.counting import Mask
@@ -197,7 +195,9 @@ class Run(Outcome):
         into: Mapping[Key, Buffer] | None,
     ) -> Delivery:
         assert self.traversal is not None and self.state is not None
-        out = delivery_of(self.traversal, self.state.params, found, receive, self.unreduced, self.partial)
+        out = Delivery(
+            self.traversal.schedule, self.state.params, found, receive, self.unreduced, self.partial
+        )
         out.into, out.used = tensors_of(into), self._used
         return out
 
@@ -292,22 +292,6 @@ class Run(Outcome):
     def __del__(self) -> None:
         if getattr(self, "_pull", None) is not None:
             self.drop()  # nobody pulled it back
-
-
-def delivery_of(
-    traversal: Traversal,
-    params: Sharded,
-    found: dict[Key, Buffer],
-    receive: Callable[[Key, torch.Tensor], object] | None,
-    unreduced: Mapping[Key, torch.Tensor],
-    partial: bool,
-) -> Delivery:
-    """What adds cotangents of params up, into `found` where nobody else receives them."""
-
-    def keep(key: Key, shard: torch.Tensor) -> None:
-        found[key] = settle(params, key, "grads", shard)
-
-    return Delivery(traversal.schedule, traversal.layout, receive or keep, unreduced, partial)
 
 
 Guarded = Sequence[tuple[weakref.ref[torch.Tensor], int]]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -58,34 +59,35 @@ class Places:
 
     def call(self, run: Function, leaves: Leaves, args: tuple[object, ...], kwargs: Leaves) -> object:
         """Runs with these leaves for the module's params; every name of a tied one is among them."""
-        with _Installed(self, leaves):
+        old = list[tuple[Any, Any, object]]()
+        try:
+            self._put(leaves, old)
             return run(*args, **kwargs)
+        finally:
+            for owner, own, leaf in reversed(old):
+                owner[own] = leaf
 
-    def installed(self, leaves: Leaves) -> _Installed:
+    @contextlib.contextmanager
+    def installed(self, leaves: Leaves) -> Iterator[None]:
         """Inside, these leaves are the module's params."""
-        return _Installed(self, leaves)
+        old = list[tuple[Any, Any, object]]()
+        try:
+            self._put(leaves, old)
+            yield
+        finally:
+            for owner, own, leaf in reversed(old):
+                owner[own] = leaf
 
-
-class _Installed:
-    """See `Places.installed`."""
-
-    def __init__(self, places: Places, leaves: Leaves) -> None:
-        self._places, self._leaves = places, leaves
-        self._old: list[tuple[Any, Any, object]] = []
-
-    def __enter__(self) -> None:
-        for name, leaf in self._leaves.items():
-            owner, own = self._places.of[name]
-            self._old.append((owner, own, owner[own]))
+    def _put(self, leaves: Leaves, old: list[tuple[Any, Any, object]]) -> None:
+        """Puts leaves in the places of the module's params, and notes what was there."""
+        for name, leaf in leaves.items():
+            owner, own = self.of[name]
+            old.append((owner, own, owner[own]))
             owner[own] = leaf
-        for name, held, i in self._places._lists:
-            if name in self._leaves:
-                self._old.append((held, i, held[i]))
-                held[i] = self._leaves[name]
-
-    def __exit__(self, *_: object) -> None:
-        for owner, own, leaf in reversed(self._old):
-            owner[own] = leaf
+        for name, held, i in self._lists:
+            if name in leaves:
+                old.append((held, i, held[i]))
+                held[i] = leaves[name]
 
 
 def need_names(params: Leaves, names: Mapping[str, None]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -101,10 +101,7 @@ def note(unit: str, captured: int | None) -> None:
 # ----
 
 _strict: contextvars.ContextVar[bool] = variable("strict", False)
-
-
-def is_strict() -> bool:
-    return _strict.get()
+is_strict: Callable[[], bool] = _strict.get
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ def memory_of(row: Row, kind: str) -> Memory:
 
 def settle(tree: Sharded, key: Key, kind: str, tensor: torch.Tensor) -> Buffer:
     """The buffer for a tensor of a group, which is not the caller's any more."""
-    memory = memory_of(tree.layout.groups[key].row, kind)
+    memory = tree.layout.groups[key].row.memories[KINDS.index(kind)]
     return tensor if memory == DEVICE else put(memory, tensor, tensor.device, f"the {kind} of {key}")
 
 

@@ -47,11 +47,12 @@ def test_a_group_is_delivered_once_and_with_its_last_use() -> None:
     delivered: list[Key] = []
     loss, params = scenarios.stack()
     step = fz.train_step(loss, fz.sgd(0.1))
-    traversal, _, _ = traversal_of(step, step.init(params), (0,))
+    state = step.init(params)
+    traversal, _, _ = traversal_of(step, state, (0,))
     schedule, (first, *rest) = traversal.schedule, traversal.layout.trainable
     for keys in ((first,), (first, *rest)):
         schedule.called(keys)
-    delivery = Delivery(schedule, traversal.layout, lambda key, _: delivered.append(key))
+    delivery = Delivery(schedule, state.params, {}, lambda key, _: delivered.append(key))
     for count in range(2):
         delivery.add(first, torch.zeros(traversal.layout.groups[first].numel))
         assert delivered == [first] * count
