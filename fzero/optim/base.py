@@ -27,6 +27,7 @@ from fzero.table.optimizer import GradientTransformation, Number, Schedule
 
 Tree = TypeVar("Tree")
 Kept = tuple[pytree.Count, *tuple[object, ...]]  # an optimizer's state: applied updates, moments
+_NO_COUNTERS = Counters()
 _RANGES: dict[str, Callable[[float], bool]] = {
     "a number in [0, 1)": lambda value: 0.0 <= value < 1.0,
     "a number in [0, 1]": lambda value: 0.0 <= value <= 1.0,
@@ -196,8 +197,8 @@ class Elementwise(Rated):
         moments = [tree for tree in old[1:] if isinstance(tree, Sharded)]
         for key in params.groups:
             stored = [tree.stored(key) for tree in (params, *moments)]
-            rounds = any(own.format.rounds for own in stored)
-            counters = draw.counters(params.layout, key, params.rank_of(key)) if rounds else Counters()
+            rounds = any([own.format.rounds for own in stored])
+            counters = draw.counters(params.layout, key, params.rank_of(key)) if rounds else _NO_COUNTERS
             compiled, g = key.unit in draw.compiled, grads.local(key)
             for start, stop, missed in spans(old[0], params, key):
                 numbers, one = of_count(old[0].value - missed + 1)

@@ -114,10 +114,8 @@ class Sharded(Mapping[str, torch.Tensor]):
     @property
     def device(self) -> torch.device:
         """The device that computes with this tree."""
-        for x in entries_of(self):
-            if isinstance(x, (torch.Tensor, Away)):
-                return x.device
-        return torch.device("cpu")
+        devices = (x.device for x in entries_of(self) if isinstance(x, (torch.Tensor, Away)))
+        return next(devices, torch.device("cpu"))
 
     @property
     def groups(self) -> tuple[Key, ...]:
@@ -154,19 +152,22 @@ class Sharded(Mapping[str, torch.Tensor]):
 
     def placed(self, key: Key) -> Placed:
         """This rank's slice of a group as it is stored, where it lies."""
+        return Placed(*self._parts(key))
+
+    def _parts(self, key: Key) -> tuple[Format, tuple[Any, ...]]:
         buffers, (form, names) = self.entries, self._stored_as(key)
-        if key in buffers:
-            parts = tuple([buffers[name] for name in names])
-        else:
-            size, full = self.layout.shard_numel(key), self.held_entries[key]
-            parts = (shown(full).narrow(0, self.rank_of(key) * size, size),)
+        parts = tuple([buffers[name] for name in names]) if key in buffers else (self._shard_of_held(key),)
         if form.plain and parts[0].dtype != form.dtype:  # as who mapped a function over the buffers made them
             form = Plain(parts[0].dtype)
-        return Placed(form, parts)
+        return form, parts
+
+    def _shard_of_held(self, key: Key) -> torch.Tensor:
+        size = self.layout.shard_numel(key)
+        return shown(self.held_entries[key]).narrow(0, self.rank_of(key) * size, size)
 
     def stored(self, key: Key) -> Stored:
         """This rank's slice of a group as it is stored, on the device."""
-        return self.placed(key).stored()
+        return self.placed(key).stored() if self.away else Stored(*self._parts(key))
 
     def sizes(self) -> Mapping[object, tuple[int, bool]]:
         """For each buffer of this rank: its number of elements, and whether it must hold values."""
@@ -262,13 +263,14 @@ class Sharded(Mapping[str, torch.Tensor]):
 
     def only(self, keys: Iterable[Key]) -> Sharded:
         """A view of the groups with these keys, stored as they are. Keys that this tree lacks are ignored."""
-        buffers: dict[object, Buffer] = {}
-        own = self.entries
+        buffers, keys, own = dict[object, Buffer](), tuple(keys), self.entries
+        if not self.held_entries and own.keys() <= set(keys):
+            return self.over(own)
         for key in keys:
             if key in own:
                 buffers.update([(name, own[name]) for name in self._stored_as(key)[1]])
             elif key in self.held_entries:
-                buffers[key] = self.placed(key).parts[0]
+                buffers[key] = self._shard_of_held(key)
         return self.over(buffers)
 
     def over(self, buffers: Mapping[Any, Buffer]) -> Sharded:

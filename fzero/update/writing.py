@@ -14,10 +14,11 @@ from fzero.base.arguments import named
 from fzero.base.random import Seeds
 from fzero.comm.backend import finish_all
 from fzero.optim.base import values, write_values
-from fzero.state.placing import settle
+from fzero.state.placing import memory_of, settle
 from fzero.state.sharded import Draw, Part, Sharded, group_of
 from fzero.state.train_state import TrainState
 from fzero.stores.away import Away, Buffer, Wait
+from fzero.stores.put import DEVICE
 from fzero.table.layout import Key
 from fzero.table.spec import Extra, Spec
 
@@ -41,6 +42,9 @@ class Writing:
     ) -> None:
         self.tree, self.kind, self._donates, self._copied, self._on_host = tree, kind, donates, copied, on_host
         self._trainable = frozenset(tree.layout.trainable)
+        # key -> the names of its buffers, and whether these are put elsewhere than on the device
+        self._names_of = {key: tree.names(key) for key in self._trainable & tree.entries.keys()}
+        self._settled = {key: memory_of(tree.layout.groups[key].row, kind) != DEVICE for key in self._names_of}
         # what is away, and may be overwritten where it lies; of a group's slice and of its whole copy each by itself
         self._taken, self._taken_held = set[Name](), set[Name]()
         self._brought: dict[Name, Wait] = {}
@@ -65,7 +69,7 @@ class Writing:
         return pages.copied(buffer)
 
     def _names(self, keys: Iterable[Key]) -> list[Name]:
-        return [name for key in keys if key in self.entries for name in self.tree.names(key)]
+        return [name for key in keys for name in self._names_of.get(key, ())]
 
     def start(self, keys: Iterable[Key]) -> None:
         """Begins to bring what is away of some groups."""
@@ -86,7 +90,7 @@ class Writing:
                 self._opened[name] = self._brought.pop(name)()
             buffers[name] = self._opened.get(name, self.entries[name])
         held = {key: self.held[key] for key in keys if key in self.held}
-        return self.tree.replaced(buffers=buffers, held=held).only(keys)
+        return self.tree.replaced(buffers=buffers, held=held).only(keys) if held else self.tree.over(buffers)
 
     def _spare_readers(self, keys: Sequence[Key]) -> None:
         """Leaves a donated buffer to whoever came to hold it since: a graph that is not pulled back yet, an output."""
@@ -103,7 +107,7 @@ class Writing:
             if isinstance(buffer, Away):
                 host, takes = group_of(name) in self._on_host, name in self._taken
                 self.entries[name] = buffer.again(self._opened.pop(name), opened=host, takes=takes)
-            else:
+            elif self._settled[group_of(name)]:
                 self.entries[name] = settle(self.tree, group_of(name), self.kind, buffer)
 
     def hold(self, key: Key, full: torch.Tensor) -> None:
