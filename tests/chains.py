@@ -104,6 +104,9 @@ def my_rows(decay: float) -> fz.GradientTransformation:
     return fz.GradientTransformation(init, update)
 
 
+MINE = {**OWN, "rows": my_rows, "lars": my_lars}
+
+
 def has(spec: Spec, *kinds: str) -> bool:
     """Whether one of these kinds of member is anywhere in it."""
     kind, *rest = spec
@@ -126,10 +129,8 @@ def build(spec: Spec) -> fz.GradientTransformation:
         "sgd": fz.sgd,
         "adamw": fz.adamw,
         "lion": fz.lion,
-        "rows": my_rows,
-        "lars": my_lars,
         "muon": fz.muon,
-        **OWN,
+        **MINE,
     }
     return made[kind](*rest)
 
@@ -141,7 +142,7 @@ def plain(spec: Spec) -> Plain:
         return _plain_chain([plain(member) for member in rest[0]])
     if kind == "partition":
         return _plain_partition([(pattern, plain(member)) for pattern, member in rest[0]])
-    return _PLAIN[kind](*rest)
+    return Plain(*build(spec)[:2]) if kind in MINE else _PLAIN[kind](*rest)  # what is one's own is plain already
 
 
 def _plain_chain(members: Sequence[Plain]) -> Plain:
@@ -240,34 +241,12 @@ def _muon(lr: float, keep: float, decay: float) -> Plain:
     return Plain(lambda params: _each(torch.zeros_like, params), update)
 
 
-def _trace(decay: float) -> Plain:
-    def update(u: Flat, state: Flat, params: Flat) -> Any:
-        state = _each(lambda s, x: decay * s + x, state, u)
-        return state, state
-
-    return Plain(lambda params: _each(torch.zeros_like, params), update)
-
-
-def _lars(factor: float) -> Plain:
-    return _stateless(lambda u: _each(lambda x: factor * x / (x.abs().sum() + 1e-3), u))
-
-
 _PLAIN: dict[str, Callable[..., Plain]] = {
     "by_value": lambda limit: _stateless(lambda u: _each(lambda x: x.clamp(-limit, limit), u)),
     "by_norm": _by_norm,
-    "scale": lambda factor: _stateless(lambda u: _each(lambda x: x * factor, u)),
-    "trace": _trace,
-    "delay": lambda: Plain(lambda params: _each(torch.ones_like, params), lambda u, state, params: (state, u)),
-    "momentum": lambda decay: Plain(
-        lambda params: dict(params),
-        lambda u, old, params: (_each(lambda x, p, o: x + decay * (p - o), u, params, old), params),
-    ),
-    "params": lambda: Plain(lambda params: (), lambda u, state, params: (params, state)),
-    "lars": _lars,
     "sgd": _sgd,
     "adamw": _adamw,
     "lion": _lion,
-    "rows": lambda decay: Plain(*my_rows(decay)[:2]),
     "muon": _muon,
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -131,43 +130,6 @@ class Classifier(nn.Module):
     def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
         return self.head(self.lstm(packed)[1][0][-1])
-
-
-# ---- graphs
-
-
-class Attends(nn.Module):
-    """Messages along edges, weighted by a softmax over those that arrive at a node."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.message, self.score, self.update = nn.Linear(2 * dim, dim), nn.Linear(dim, 1), nn.GRUCell(dim, dim)
-
-    def forward(self, nodes: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
-        source, target = edges
-        messages = torch.tanh(self.message(torch.cat([nodes[source], nodes[target]], -1)))
-        score = self.score(messages).squeeze(-1)
-        top = score.new_full((len(nodes),), -math.inf).scatter_reduce(0, target, score.detach(), "amax")
-        weight = (score - top[target]).exp()
-        total = torch.zeros(len(nodes), dtype=score.dtype).scatter_add(0, target, weight)
-        summed = torch.zeros_like(nodes).index_add_(0, target, messages * (weight / total[target])[:, None])
-        return self.update(summed, nodes)
-
-
-class Graph(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(5, 4), nn.Linear(8, 2)
-        self.layers = nn.ModuleList([Attends(4) for _ in range(2)])
-
-    def forward(self, kinds: torch.Tensor, edges: torch.Tensor, graph: torch.Tensor) -> torch.Tensor:
-        x = self.embed(kinds)
-        for layer in self.layers:
-            x = layer(x, edges)
-        mean = torch.zeros(ROWS, 4, dtype=x.dtype).scatter_reduce(0, graph[:, None].expand(-1, 4), x, "mean")
-        sums = x.new_zeros(ROWS, 4)
-        sums.index_add_(0, graph, x)
-        return self.head(torch.cat([mean, sums], -1))
 
 
 # ---- diffusion
@@ -325,31 +287,10 @@ class Hooked(nn.Module):
         return z
 
 
-class Functional(nn.Module):
-    """By Newton's steps, whose Jacobians are torch.func's, and the implicit function theorem by one more of them."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.inner = nn.Linear(dim, dim)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        def gap(z: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-            return torch.tanh(0.4 * self.inner(z) + x) - z
-
-        def newton(z: torch.Tensor) -> torch.Tensor:
-            jacobians = torch.func.vmap(torch.func.jacrev(gap))(z, x)
-            return z - torch.linalg.solve(jacobians.detach(), gap(z, x))
-
-        z = torch.zeros_like(x)
-        for _ in range(3):
-            z = newton(z).detach()
-        return newton(z)
-
-
 class Equilibrium(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([Implicit(4), Hooked(4), Functional(4)])
+        self.blocks = nn.ModuleList([Implicit(4), Hooked(4)])
         self.head = nn.Linear(4, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -357,102 +298,6 @@ class Equilibrium(nn.Module):
             x = block(x)
         return self.head(x)
 
-
-# ---- state
-
-
-class Critic(nn.Module):
-    """Spectral norms, new and old, and other parametrisations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        from torch.nn.utils import parametrizations as p
-
-        self.blocks = nn.ModuleList(
-            [
-                p.spectral_norm(nn.Conv1d(2, 4, 3, padding=1), n_power_iterations=2),
-                nn.utils.spectral_norm(nn.Conv1d(4, 4, 1)),
-                p.weight_norm(nn.Conv1d(4, 4, 1)),
-                p.orthogonal(nn.Linear(6, 6)),
-            ]
-        )
-        self.head = nn.utils.spectral_norm(nn.Linear(24, 2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = F.leaky_relu(block(x), 0.2)
-        return self.head(x.flatten(1))
-
-
-class Quantiser(nn.Module):
-    """A codebook that follows what it codes by moving averages, and passes gradients straight through."""
-
-    def __init__(self, dim: int, codes: int) -> None:
-        super().__init__()
-        self.decay = 0.9
-        codebook = torch.randn(dim, codes)
-        self.register_buffer("embed", codebook)
-        self.register_buffer("cluster_size", torch.ones(codes))
-        self.register_buffer("embed_avg", codebook.clone())
-        self.embed: torch.Tensor
-        self.cluster_size: torch.Tensor
-        self.embed_avg: torch.Tensor
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        flat = x.reshape(-1, x.shape[-1])
-        distance = flat.pow(2).sum(1, keepdim=True) - 2 * flat @ self.embed + self.embed.pow(2).sum(0, keepdim=True)
-        codes = (-distance).max(1).indices
-        hot = F.one_hot(codes, self.embed.shape[1]).type(flat.dtype)
-        quantised = F.embedding(codes.view(x.shape[:-1]), self.embed.transpose(0, 1))
-        if self.training:
-            counts, sums = hot.sum(0), flat.transpose(0, 1) @ hot
-            with torch.no_grad():
-                self.cluster_size.mul_(self.decay).add_(counts, alpha=1 - self.decay)
-                self.embed_avg.mul_(self.decay).add_(sums, alpha=1 - self.decay)
-                self.embed.copy_(self.embed_avg / (self.cluster_size + 1e-5))
-        commitment = (quantised.detach() - x).pow(2).mean()
-        return x + (quantised - x).detach(), commitment
-
-
-class Observer(nn.Module):
-    """Fake quantisation over a range that it has seen, counted (Jacob et al., arXiv 1712.05877)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("low", torch.zeros(()))
-        self.register_buffer("high", torch.zeros(()))
-        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
-        self.low: torch.Tensor
-        self.high: torch.Tensor
-        self.calls: torch.Tensor
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        low, high = torch.aminmax(x.detach())
-        first = self.calls == 0
-        self.low = torch.where(first, low, 0.9 * self.low + 0.1 * low)
-        self.high.copy_(torch.where(first, high, 0.9 * self.high + 0.1 * high))
-        self.calls += 1
-        scale = (self.high - self.low) / 15
-        inside = ((x >= self.low) & (x <= self.high)).to(x.dtype)
-        rounded = torch.round(x / scale).clamp(torch.round(self.low / scale), torch.round(self.high / scale)) * scale
-        return x * inside + (rounded - x * inside).detach()
-
-
-class Quantised(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), Observer(), nn.Tanh()) for _ in range(2)])
-        self.quantisers = nn.ModuleList([Quantiser(4, 5), Quantiser(4, 5)])
-        self.decoder = nn.Linear(4, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.encoder:
-            x = layer(x)
-        total = torch.zeros((), dtype=x.dtype)
-        for quantiser in self.quantisers:
-            x, commitment = quantiser(x)
-            total = total + commitment
-        return self.decoder(x) + total
 
 
 # ---- all of them
@@ -465,27 +310,16 @@ class Kind(NamedTuple):
     inputs: tuple[Any, ...]
 
 
-def _integers(most: int, *shape: int) -> Callable[[torch.Generator], torch.Tensor]:
-    return lambda generator: torch.randint(most, shape, generator=generator)
-
-
 def _lengths(generator: torch.Generator) -> torch.Tensor:
     return torch.tensor([5, 2, 4, 3])[torch.randperm(ROWS, generator=generator)]
-
-
-def _graphs(generator: torch.Generator) -> torch.Tensor:
-    return torch.arange(12) % ROWS
 
 
 KINDS: dict[str, Kind] = {
     "resnet": Kind(ResNet, ((2, 6, 6),)),
     "recurrent": Kind(Recurrent, ((5, 3), _lengths)),
     "classifier": Kind(Classifier, ((5, 3), _lengths)),
-    "graph": Kind(Graph, (_integers(5, 12), _integers(12, 2, 30), _graphs)),
     "unet": Kind(UNet, ((2, 4, 4), ())),
     "equilibrium": Kind(Equilibrium, ((4,),)),
-    "critic": Kind(Critic, ((2, 6),)),
-    "quantised": Kind(Quantised, ((3, 4),)),
 }
 
 
@@ -494,8 +328,8 @@ def made(kind: str) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(len(kind))
         module = KINDS[kind].make().double()
-        for name, p in module.named_parameters():
-            if p.ndim == 1 and "parametrizations" not in name:
+        for p in module.parameters():
+            if p.ndim == 1:
                 nn.init.normal_(p, 0.5, 0.5)
     return module
 

@@ -1,8 +1,5 @@
 """torch's own tables of operators and modules, every sample a case that is held to plain torch on two gloo ranks.
 
-    python tests/op_cases.py --all                           # every case, and the table of verdicts
-    python tests/op_cases.py --kinds outside --only mm linear
-
 Kinds: an operator inside a unit ("inside"), whose outputs leave the unit ("output"), in place ("inplace"), by `fz.hvp`
 ("hvp"), applied by a parent to another module's weight ("outside"); a module as a unit ("train", "eval"). Each under
 ZeRO-3 without remat, with it, and with remat that keeps what has a name in a later unit; each step twice, as the second
@@ -15,13 +12,11 @@ What plain torch itself does not do (no gradient, an error) is no case.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import functools
 import itertools
 import json
 import re
-import sys
 import tempfile
 import time
 import traceback
@@ -39,8 +34,6 @@ import fzero as fz
 
 SCALES = (1.0, 0.5)  # of the loss, one per rank
 OPERATORS = ("inside", "output", "inplace", "hvp", "outside")
-MODULES = ("train", "eval")
-KINDS = OPERATORS + MODULES
 REMATS = ("", "remat", "remat by name")
 BAD = ("raw", "silent", "apart", "dead")
 
@@ -243,15 +236,14 @@ def everything(kind: str) -> list[str]:
     return fz.testing.run_ranks(functools.partial(subjects, kind=kind), 2, backend="processes")[0]
 
 
-def check(kind: str, names: list[str] | None = None, samples: int = 3, patience: float = 60.0) -> list[Found]:
+def check(kind: str, names: list[str], samples: int, patience: float = 60.0) -> list[Found]:
     """All cases of a kind, on two processes.
 
     Args:
-        names: of operators or modules; all of them by default.
+        names: of operators or modules.
         samples: of each, at most.
         patience: seconds that one collective may take.
     """
-    names = everything(kind) if names is None else names
     run = functools.partial(fz.testing.run_ranks, world_size=2, backend="processes", timeout=patience)
     found: list[Found] = []
     start: Any = (0, 0)
@@ -292,30 +284,3 @@ def table(found: Sequence[Found], listed: Sequence[str] = ("refused", *BAD)) -> 
         lines.append(f"\n{kind}, {word}: {len(members)} cases, such as {one.subject}, {one.case}: {one.text[:400]}")
         lines.append("  " + ", ".join(dict.fromkeys(f.subject for f in members)))
     return "\n".join(lines)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--all", action="store_true", help="every kind")
-    parser.add_argument("--kinds", nargs="*", default=[], choices=KINDS)
-    parser.add_argument("--only", nargs="*", help="operators or modules")
-    parser.add_argument("--samples", type=int, default=3, help="of each, at most")
-    parser.add_argument("--list", nargs="*", default=["refused", *BAD], help="verdicts whose cases are listed")
-    options = parser.parse_args()
-    kinds = KINDS if options.all else options.kinds
-    if not kinds:
-        parser.error("say --all, or --kinds")
-    found = []
-    for kind in kinds:
-        began = time.monotonic()
-        some = check(kind, options.only, options.samples)
-        print(f"{kind}: {len(some)} cases in {time.monotonic() - began:.0f} s", flush=True)
-        found += some
-    print(table(found, options.list))
-    sys.exit(any(f.verdict in BAD for f in found))
-
-
-if __name__ == "__main__":
-    import op_cases  # by this name, for the processes that run its jobs
-
-    op_cases.main()

@@ -13,6 +13,7 @@ import torch
 import fzero as fz
 
 ONES = torch.ones(3, dtype=torch.float64)
+SHARDS: dict[int, Any] = {1: fz.shard_zero1, 2: fz.shard_zero2, 3: fz.shard_zero3}
 
 
 class Pair(NamedTuple):
@@ -56,8 +57,7 @@ def program(p: dict[str, Any], tree: Any, ops: tuple[str, ...], scale: Any = Non
 def built(rank: int, stage: int = 3, seed: int = 0, optimizer: str = "sgd") -> tuple[fz.Step, dict[str, Any]]:
     chosen = fz.sgd(0.1, momentum=0.9) if optimizer == "sgd" else fz.adamw(0.01)
     step = fz.train_step(program, fz.chain(fz.clip_by_global_norm(1.0), chosen))
-    shard = {1: fz.shard_zero1, 2: fz.shard_zero2, 3: fz.shard_zero3}
-    return (shard[stage](step) if stage else step), weights(seed)
+    return (SHARDS[stage](step) if stage else step), weights(seed)
 
 
 @fz.unit
@@ -74,8 +74,7 @@ def head(p: dict[str, Any], tokens: torch.Tensor, emb: torch.Tensor, what: str =
 
 def built_head(rank: int, stage: int = 2) -> tuple[fz.Step, dict[str, Any]]:
     step = fz.train_step(head, fz.chain(fz.clip_by_global_norm(1.0), fz.adamw(0.01)))
-    shard = {1: fz.shard_zero1, 2: fz.shard_zero2, 3: fz.shard_zero3}
-    return (shard[stage](step) if stage else step), weights(1)
+    return (SHARDS[stage](step) if stage else step), weights(1)
 
 
 def cut_over_tokens(p: dict[str, Any], x: torch.Tensor, gain: torch.Tensor, ax: Any = None) -> Any:
@@ -182,9 +181,8 @@ def elementwise(p: dict[str, Any], x: torch.Tensor, y: torch.Tensor, order: tupl
 def built_on_mesh(rank: int, sizes: tuple[int, ...], stage: int = 2) -> tuple[Any, ...]:
     """A function whose pieces any rank can compute, over the axes a and b."""
     mesh = torch.distributed.init_device_mesh("cpu", sizes, mesh_dim_names=("a", "b"))
-    shard = {1: fz.shard_zero1, 2: fz.shard_zero2, 3: fz.shard_zero3}[stage]
     params = {"w": torch.tensor([2.0], dtype=torch.float64), "v": torch.tensor([-3.0], dtype=torch.float64)}
-    return shard(fz.train_step(elementwise, fz.sgd(0.1)), mesh, axis=("a", "b")), params, mesh
+    return SHARDS[stage](fz.train_step(elementwise, fz.sgd(0.1)), mesh, axis=("a", "b")), params, mesh
 
 
 def over_tokens(p: dict[str, Any], x: torch.Tensor, y: torch.Tensor, bias: torch.Tensor, ax: Any = None) -> Any:
@@ -198,8 +196,7 @@ def over_tokens(p: dict[str, Any], x: torch.Tensor, y: torch.Tensor, bias: torch
 def built_over_tokens(rank: int, sizes: tuple[int, int], stage: int = 3) -> tuple[Any, ...]:
     mesh = torch.distributed.init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "sp"))
     fn = functools.partial(over_tokens, ax=fz.parallel.axis(mesh, "sp"))
-    shard = {1: fz.shard_zero1, 2: fz.shard_zero2, 3: fz.shard_zero3}[stage]
-    return shard(fz.train_step(fn, fz.sgd(0.1)), mesh, axis=("dp", "sp")), {"w": weights()["in"]}, mesh
+    return SHARDS[stage](fz.train_step(fn, fz.sgd(0.1)), mesh, axis=("dp", "sp")), {"w": weights()["in"]}, mesh
 
 
 def ragged(p: dict[str, Any], x: fz.Ragged, scale: torch.Tensor, tanh: bool = True, ax: Any = None) -> Any:
@@ -219,10 +216,9 @@ def ragged(p: dict[str, Any], x: fz.Ragged, scale: torch.Tensor, tanh: bool = Tr
 def built_ragged(rank: int, stage: int = 2) -> tuple[Any, ...]:
     mesh = torch.distributed.init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("dp",))
     fn = functools.partial(ragged, ax=fz.parallel.axis(mesh, "dp"))
-    shard = {1: fz.shard_zero1, 2: fz.shard_zero2, 3: fz.shard_zero3}[stage]
     generator = torch.Generator().manual_seed(stage)
     w = torch.randint(-2, 3, (3, 3), generator=generator, dtype=torch.float64)
-    return shard(fz.train_step(fn, fz.sgd(0.1)), mesh), {"w": w}, mesh
+    return SHARDS[stage](fz.train_step(fn, fz.sgd(0.1)), mesh), {"w": w}, mesh
 
 
 def columns(p: dict[str, Any], x: torch.Tensor, ax: Any = None) -> torch.Tensor:

@@ -42,8 +42,8 @@ class TinyLM(nn.Module):
         return self.head(x)
 
 
-def tiny_lm(seed: int = 0, **sizes: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    """(loss function of (params, tokens, targets), params), the same for every caller."""
+def tiny_module(seed: int = 0, **sizes: Any) -> TinyLM:
+    """The same for every caller."""
     with torch.device("meta"):
         module = TinyLM(**sizes)
     module = module.to_empty(device="cpu")
@@ -51,10 +51,19 @@ def tiny_lm(seed: int = 0, **sizes: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     with torch.no_grad():
         for param in module.parameters():
             param.copy_(0.4 * torch.randn(param.shape, generator=generator, dtype=F64))
-    apply, params = fz.functional(module)
+    return module
+
+
+def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def tiny_lm(seed: int = 0, **sizes: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    """(loss function of (params, tokens, targets), params)."""
+    apply, params = fz.functional(tiny_module(seed, **sizes))
 
     def loss(params: Any, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(apply(params, tokens).flatten(0, 1), targets.flatten())
+        return loss_of(apply(params, tokens), targets)
 
     return loss, params
 

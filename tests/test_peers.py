@@ -16,26 +16,13 @@ from fzero.testing import run_ranks
 SHARDS: dict[int, Any] = {1: fz.shard_zero1, 2: fz.shard_zero2, 3: fz.shard_zero3}
 
 
-def model() -> scenarios.TinyLM:
-    module = scenarios.TinyLM(width=16, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for param in module.parameters():
-            param.copy_(0.3 * torch.randn(param.shape, generator=generator))
-    del module.unused  # FSDP2 wants every parameter used
-    return module
-
-
-def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
 def both(rank: int, stage: int) -> tuple[list[float], list[float]]:
     from torch.distributed.fsdp import fully_shard
 
-    module = model()
+    module = scenarios.tiny_module(width=16, dtype=torch.float32)
+    del module.unused  # FSDP2 wants every parameter used
     apply, params = fz.functional(module)
-    step = SHARDS[stage](fz.train_step(lambda p, x, y: loss_of(apply(p, x), y), fz.adamw(1e-2)))
+    step = SHARDS[stage](fz.train_step(lambda p, x, y: scenarios.loss_of(apply(p, x), y), fz.adamw(1e-2)))
     state, x, y = step.init(params), *scenarios.token_batches(2)[rank]
     ours, theirs = [], []
     for _ in range(20):
@@ -47,7 +34,7 @@ def both(rank: int, stage: int) -> tuple[list[float], list[float]]:
     fully_shard(module, mesh=mesh)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.01)
     for _ in range(20):
-        loss = loss_of(module(x), y)
+        loss = scenarios.loss_of(module(x), y)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

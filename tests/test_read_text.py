@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import itertools
 import subprocess
 from collections.abc import Iterator
@@ -13,12 +12,11 @@ from typing import Any
 import pytest
 import torch
 from nightly import at_length, in_turns
-from processes import start_example
+from processes import EXAMPLES, start_example
 from safetensors.torch import load_file
 
 from fzero.testing import run_ranks
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
 TINY = "--width 32 --text-blocks 1 --heads 2 --longest 8 --batch 2 --eval-every 2 --eval-batches 1".split()
 
 
@@ -26,12 +24,10 @@ TINY = "--width 32 --text-blocks 1 --heads 2 --longest 8 --batch 2 --eval-every 
 def example() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(EXAMPLES))  # it imports from the examples beside it
-        spec = importlib.util.spec_from_file_location("read_text", EXAMPLES / "read_text.py")
-        assert spec and spec.loader
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        patch.setattr(module, "text_lines", functools.cache(module.text_lines))  # each run reads the same
-        yield module
+        import read_text
+
+        patch.setattr(read_text, "text_lines", functools.cache(read_text.text_lines))  # each run reads the same
+        yield read_text
 
 
 def start(*options: str, out: Path) -> subprocess.Popen[str]:

@@ -76,16 +76,19 @@ WAYS |= {
 }
 
 
-def run(fn: Any, wrap: Any, scanned: bool, t: torch.Tensor) -> torch.Tensor:
+HOW = ("step", "scan", "forward")
+
+
+def run(fn: Any, wrap: Any, how: str, t: torch.Tensor) -> torch.Tensor:
     OWN.scale = t
     token = VARIABLE.set(t)
     try:
         step = wrap(fz.train_step(fn, fz.sgd(0.1)))
         state, total = step.init({"w": W}), torch.zeros((), dtype=F64)
-        if scanned:
+        if how == "scan":
             state, metrics = fz.scan(step, state, [X] * 2)
             return metrics["loss"].sum()
-        for _ in range(2):
+        for _ in range(2 if how == "step" else 0):
             state, metrics = step(state, X)
             total = total + metrics["loss"]
         return total + step.forward(state, X)
@@ -105,32 +108,17 @@ def by_hand(t: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(("way", "kind"), by_turns(sorted(WAYS), sorted(GRADS)))
 def test_right_on_one_rank_and_refused_in_scans_and_on_several(way: str, kind: str) -> None:
     grad = GRADS[kind]
-    assert_trees_close(grad(functools.partial(run, WAYS[way](), lambda s: s, False))(T), grad(by_hand)(T), rtol=1e-10)
+    assert_trees_close(grad(functools.partial(run, WAYS[way](), lambda s: s, "step"))(T), grad(by_hand)(T), rtol=1e-10)
     for wrap in (lambda s: s, fz.fuse_update, lambda step: fz.accumulate(step, 2)):
         with pytest.raises(ValueError, match="which a transform goes on through, by an object"):
-            grad(functools.partial(run, WAYS[way](), wrap, True))(T)
+            grad(functools.partial(run, WAYS[way](), wrap, "scan"))(T)
 
-    def rank_main(rank: int, scanned: bool) -> None:
-        grad(functools.partial(run, WAYS[way](), fz.shard_zero1, scanned))(T)
+    def rank_main(rank: int, how: str) -> None:
+        grad(functools.partial(run, WAYS[way](), fz.shard_zero1, how))(T)
 
-    for scanned in (False, True):
+    for how in HOW:
         with pytest.raises(RankError, match=r"(fn|the step) comes to a tensor of shape \(\)"):
-            run_ranks(functools.partial(rank_main, scanned=scanned), 2)
-
-
-def test_a_forward_on_ranks_is_refused_too() -> None:
-    def rank_main(rank: int) -> None:
-        step = fz.shard_zero3(fz.train_step(WAYS["a module's attribute"](), fz.sgd(0.1)))
-        state = step.init({"w": W})
-
-        def forward(t: torch.Tensor) -> Any:
-            OWN.scale = t
-            return step.forward(state, X)
-
-        torch.func.grad(forward)(T)
-
-    with pytest.raises(RankError, match="fn comes to a tensor of shape"):
-        run_ranks(rank_main, 2)
+            run_ranks(functools.partial(rank_main, how=how), 2)
 
 
 class Apart:
