@@ -248,7 +248,7 @@ class _Reading(Others[str]):
     def form(self, tensor: str) -> tuple[tuple[int, ...], torch.dtype]:
         return tuple(self._tensors[tensor].size), self._tensors[tensor].properties.dtype
 
-    def stored(self, tree: str, path: str, tensor: str) -> Format:
+    def stored(self, path: str, tensor: str) -> Format:
         (shape, dtype), (expected, _) = self.form(tensor), self.form(self.params[path])
         if dtype not in _FLOATS:
             raise ValueError(

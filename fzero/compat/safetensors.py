@@ -158,13 +158,13 @@ class _Files(Others[Entry]):
     def form(self, tensor: Entry) -> tuple[tuple[int, ...], torch.dtype]:
         return tensor.shape, DTYPES.get(tensor.dtype, torch.uint8)
 
-    def stored(self, tree: str, path: str, tensor: Entry) -> Format:
+    def stored(self, path: str, tensor: Entry) -> Format:
         if not _floats(tensor):
             raise ValueError(
                 f"{tensor.file}: tensor {tensor.name!r} is stored as {tensor.dtype}, expected F64, F32, F16 or BF16. "
                 "Convert the file, or leave the leaf out by pattern=."
             )
-        return super().stored(tree, path, tensor)
+        return super().stored(path, tensor)
 
     def fill(self, tensor: Entry, start: int, stop: int, out: torch.Tensor) -> None:
         self._opened.read_into(tensor, out, start * out.itemsize)

@@ -16,7 +16,6 @@ from fzero.comm.axis import Axis
 from fzero.formats.formats import ALIGN, Format, Plain, zeros
 from fzero.state.items import Item
 from fzero.state.origin import TREES, Origin
-from fzero.state.regrouped import Source
 from fzero.state.train_state import TrainState
 from fzero.table.rows import Leaf
 from fzero.table.spec import Spec
@@ -51,7 +50,7 @@ class Others(Origin, Generic[N]):
         """The shape and the dtype of a tensor."""
         raise NotImplementedError
 
-    def stored(self, tree: str, path: str, tensor: N) -> Format:
+    def stored(self, path: str, tensor: N) -> Format:
         """What a leaf is stored as; refuses what no state can have."""
         return Plain(self.form(tensor)[1])
 
@@ -88,38 +87,29 @@ class Others(Origin, Generic[N]):
             raise ValueError(f"{self.place}: {self.lacks()}")
         self.kinds = {"params": "params", **kinds_of(moments, self.moments.keys() - {"step"})}
 
-    def tree(self, name: str) -> Source:
-        return _Tree(self, name, self.params if name == "params" else self.moments[word_of(name)])
+    def _by_path(self, name: str) -> Mapping[str, N]:
+        """Those of a tree, by the paths of leaves."""
+        return self.params if name == "params" else self.moments[word_of(name)]
 
-
-class _Tree(Generic[N]):
-    """One of its trees."""
-
-    def __init__(self, origin: Others[N], name: str, tensors: Mapping[str, N]) -> None:
-        self._origin, self._name, self._tensors = origin, name, tensors
-
-    def format(self, path: str) -> Format | None:
-        if path in self._tensors:
-            return self._origin.stored(self._name, path, self._tensors[path])
-        if self._name == "params":
+    def format(self, name: str, path: str) -> Format | None:
+        if path in (tensors := self._by_path(name)):
+            return self.stored(path, tensors[path])
+        if name == "params":
             return None
         raise ValueError(
-            f"{self._origin.place}: leaf {path!r} has no {word_of(self._name)}, and other leaves have one. Every leaf "
-            f"with moments in the step needs it. {self._origin.else_said}Otherwise freeze the leaf without moments, or "
-            f"say {self._origin.without} to begin the moments anew."
+            f"{self.place}: leaf {path!r} has no {word_of(name)}, and other leaves have one. Every leaf with moments "
+            f"in the step needs it. {self.else_said}Otherwise freeze the leaf without moments, or say {self.without} "
+            "to begin the moments anew."
         )
 
-    def sliced(self, path: str) -> None:
-        return None
-
     def read(
-        self, path: str, start: int, stop: int, into: Sequence[torch.Tensor] | None, rank: int = 0
+        self, name: str, path: str, start: int, stop: int, into: Sequence[torch.Tensor] | None, rank: int = 0
     ) -> Sequence[torch.Tensor]:
-        form = self.format(path)
+        form = self.format(name, path)
         assert form is not None
         out = into or zeros(form, -(-(stop - start) // ALIGN) * ALIGN, "cpu")
         if start < stop:
-            self._origin.fill(self._tensors[path], start, stop, out[0][: stop - start])
+            self.fill(self._by_path(name)[path], start, stop, out[0][: stop - start])
         return out
 
 

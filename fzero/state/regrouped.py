@@ -1,11 +1,10 @@
-"""The values that a state is made from, leaf by leaf; out of slices that are cut otherwise, and as codes again."""
+"""A leaf's values out of slices that are cut otherwise, and as codes again."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -13,34 +12,6 @@ from fzero.formats.formats import ALIGN, Companded, Format, decode, encode
 from fzero.formats.ops import Ops
 from fzero.state.sliced import Sliced, in_order, slice_of
 from fzero.table.layout import Layout, Slot
-
-
-class Source(Protocol):
-    """The values of one tree, by the paths of its leaves."""
-
-    def format(self, path: str) -> Format | None:
-        """What a leaf is stored as; None where there is none."""
-        ...
-
-    def sliced(self, path: str) -> Sliced | None:
-        """How a leaf that there is is cut into slices; None where it is whole."""
-        ...
-
-    def read(
-        self, path: str, start: int, stop: int, into: Sequence[torch.Tensor] | None, rank: int = 0
-    ) -> Sequence[torch.Tensor]:
-        """The parts of elements [start, stop) of a slice of a leaf, or of the whole leaf; the range may be empty.
-
-        Every rank asks for its range of every leaf, in the same order; and at least once for something of each slice
-        where it needs another one than that of its own number.
-
-        Args:
-            start: a multiple of 64 where elements share an entry of a part.
-            into: where they may be written, of exactly their sizes, until the origin's `wait` returns; what is
-                returned without it has arrived.
-            rank: which slice.
-        """
-        ...
 
 
 def wide(form: Format) -> torch.dtype:
@@ -61,23 +32,28 @@ def regroup(
     have: Format,
     layout: Layout,
     slot: Slot,
-    source: Source,
+    old: Sliced | None,
+    read: Callable[[int, int], Sequence[torch.Tensor]],
     first: int,
     last: int,
     into: Sequence[torch.Tensor],
 ) -> None:
-    """Fills the parts of elements [first, last) of this rank's slice of a leaf from slices that are cut otherwise."""
-    old, shape = source.sliced(slot.path), layout.rows[slot.leaf].shape
+    """Fills the parts of elements [first, last) of this rank's slice of a leaf from slices that are cut otherwise.
+
+    Args:
+        read: the parts of the first elements of a rank's slice, so many of them.
+    """
+    shape = layout.rows[slot.leaf].shape
     ranks = range(len(old.pieces) if old is not None else 1)
     if first == last:
         for rank in ranks:
-            source.read(slot.path, 0, 0, None, rank)  # who needs none of it takes part
+            read(rank, 0)  # who needs none of it takes part
         return
     parts = list[torch.Tensor]()
     for rank in ranks:
         own = shape if old is None else old.shape(shape, rank)
         count = math.prod(own)
-        parts.append(decode(have, source.read(slot.path, 0, count, None, rank), wide(form))[:count].view(own))
+        parts.append(decode(have, read(rank, count), wide(form))[:count].view(own))
     whole = parts[0] if old is None else in_order(old.pieces, torch.cat(parts, old.dim), old.dim)
     mine = slice_of(layout.rows[slot.leaf], *layout.tensor, whole)
     values = whole.new_zeros(-(-(last - first) // ALIGN) * ALIGN)
