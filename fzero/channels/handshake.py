@@ -18,8 +18,7 @@ import struct
 from typing import NamedTuple
 
 from fzero.channels import segments
-from fzero.channels.errors import Refused, TimedOut
-from fzero.channels.wire import Deadline
+from fzero.channels.wire import Deadline, Refused, TimedOut
 
 VERSION = 3
 MAX_NAME = 200  # bytes

@@ -1,4 +1,4 @@
-"""Listener and connect: how a connection begins."""
+"""Listener and connect: how a connection begins, and where a listener is found."""
 
 from __future__ import annotations
 
@@ -11,12 +11,28 @@ import socket
 import sys
 import threading
 import time
+from pathlib import Path
 
-from fzero.channels import forks, handshake
-from fzero.channels.address import Address, has_unix_sockets, machine
-from fzero.channels.connection import Connection
-from fzero.channels.errors import ChannelError, Closed, Refused, TimedOut
-from fzero.channels.wire import Deadline
+from fzero.channels import handshake
+from fzero.channels.connection import Connection, open_here
+from fzero.channels.wire import ChannelError, Closed, Deadline, Refused, TimedOut
+
+Address = tuple[str, str, str, int]
+"""(the machine, name of a unix socket there or "", TCP host, TCP port): a value that messages can hold."""
+
+
+def machine() -> str:
+    """Names this machine as processes that reach one another by unix sockets see it: its boot and network namespace."""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/net')}"
+    return ""  # cannot be told: only TCP
+
+
+def has_unix_sockets() -> bool:
+    """Tells whether unix sockets can have names that are no files, which nobody must remove."""
+    return sys.platform == "linux" and hasattr(socket, "AF_UNIX") and bool(machine())
+
 
 HANDSHAKE_SECONDS = 5.0  # that a handshake may take
 BACKLOG = 1024  # who may have called and not been taken yet
@@ -62,7 +78,7 @@ class Listener:
         self.address: Address = (machine(), unix, host, port)
         self._ready: queue.SimpleQueue[Connection | None] = queue.SimpleQueue()
         self._lock, self._closed = threading.Lock(), False
-        forks.open_here.add(self)
+        open_here.add(self)
         self._threads = [
             threading.Thread(target=self._listen, args=(sock,), name="fzero listener", daemon=True)
             for sock in self._sockets
@@ -99,7 +115,7 @@ class Listener:
             thread.join()
         for sock in self._sockets:
             sock.close()
-        forks.open_here.discard(self)
+        open_here.discard(self)
         self._ready.put(None)
         while (connection := self._ready.get()) is not None:
             connection.close()

@@ -14,8 +14,8 @@ from fzero.base.arguments import need_bool
 from fzero.checkpoint.choice import Wanted, choose
 from fzero.checkpoint.contents import Unnamed, built
 from fzero.checkpoint.everyone import Everyone
+from fzero.checkpoint.files import path_of
 from fzero.checkpoint.fill import agreed, filled
-from fzero.checkpoint.folder import path_of
 from fzero.checkpoint.manifest import DTYPES, Manifest, read_manifest, read_together
 from fzero.checkpoint.read import Reader
 from fzero.formats.formats import Format

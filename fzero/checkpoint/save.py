@@ -13,9 +13,8 @@ from fzero.base.arguments import wrong
 from fzero.checkpoint import chunks
 from fzero.checkpoint.board import Board
 from fzero.checkpoint.everyone import Everyone
-from fzero.checkpoint.files import Folder
+from fzero.checkpoint.files import Folder, path_of
 from fzero.checkpoint.fill import as_said
-from fzero.checkpoint.folder import path_of
 from fzero.checkpoint.manifest import TOGETHER
 from fzero.checkpoint.remote import folder_at
 from fzero.checkpoint.snapshot import Snapshot

@@ -13,8 +13,7 @@ from fzero.checkpoint import chunks
 from fzero.checkpoint.board import Board
 from fzero.checkpoint.copies import Copies, difference
 from fzero.checkpoint.everyone import Everyone
-from fzero.checkpoint.files import Folder
-from fzero.checkpoint.folder import NAME
+from fzero.checkpoint.files import NAME, Folder
 from fzero.checkpoint.manifest import File, Manifest, Piece, is_foreign, read_manifest
 from fzero.checkpoint.snapshot import Snapshot
 from fzero.state.items import CARRY, entry_of

@@ -15,9 +15,9 @@ from fzero.checkpoint import files
 from fzero.checkpoint.copies import Copies, copies_of
 from fzero.checkpoint.everyone import Everyone
 from fzero.compat.trees import word_of
+from fzero.state.gather import stream
 from fzero.state.items import items_in
 from fzero.state.sharded import Sharded, check_buffers, is_sharded
-from fzero.state.stream import stream
 from fzero.state.train_state import TrainState
 from fzero.table.module_params import other_names
 

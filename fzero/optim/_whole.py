@@ -36,9 +36,8 @@ from fzero.optim._paused import Steps, run_all, together
 from fzero.optim.base import keywords_of, values, write_values
 from fzero.state.moments import copied
 from fzero.state.owners import Leaves, everywhere, joined, on_every_rank, owned, owners, start_slices, start_whole
-from fzero.state.replicated_to_sharded import slice_in
 from fzero.state.sharded import Draw, Sharded
-from fzero.state.sliced import lies_in_slices
+from fzero.state.sliced import lies_in_slices, slice_in
 from fzero.table.layout import Key, Slot
 from fzero.table.needs import need_optimizer
 from fzero.table.optimizer import GradientTransformation, Number, Paused, members_of

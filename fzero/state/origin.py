@@ -12,8 +12,7 @@ import torch
 from fzero.base import pytree
 from fzero.comm.axis import Axis
 from fzero.formats.formats import Format, decode, encode, entries, zeros
-from fzero.state.counts import counted
-from fzero.state.items import Item, entry_of, escaped, items_in, leaf_of, of_one_leaf, refilled
+from fzero.state.items import Item, counted, entry_of, escaped, items_in, leaf_of, of_one_leaf, refilled
 from fzero.state.moments import init_extras, init_moments
 from fzero.state.placing import memory_of, settle
 from fzero.state.regrouped import keep_blocks, regroup, wide

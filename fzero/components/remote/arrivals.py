@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from fzero.base import pytree
-from fzero.components.remote.cuts import Cut, Totals, even_box, need_lengths, ragged_box
-from fzero.components.remote.layout import Layout
+from fzero.components.remote.layout import Cut, Layout, Totals, even_box, need_lengths, ragged_box
 from fzero.components.remote.link import Place
 from fzero.components.remote.part import Operands, Pulled
 from fzero.components.remote.pull import Leaf, Puller, whole

@@ -9,9 +9,9 @@ import torch
 
 from fzero.base import pytree
 from fzero.base.arguments import named, need_norm
-from fzero.components.remote.cuts import Totals, cuts_of, even_box, need_lengths, ragged_box
 from fzero.components.remote.group import Group
 from fzero.components.remote.handle import Away, Handle, Value
+from fzero.components.remote.layout import Totals, cuts_of, even_box, need_lengths, ragged_box
 from fzero.components.remote.link import Arguments, Settings
 from fzero.components.remote.pull import Leaf
 from fzero.components.remote.values import Box, cut_to
