@@ -9,7 +9,7 @@ import torch
 from fzero.base import private, pytree
 from fzero.base.arguments import need_bool, wrong
 from fzero.checkpoint.copies import Copies, copies_of, need_same
-from fzero.checkpoint.everyone import Everyone
+from fzero.checkpoint.fill import Everyone
 from fzero.comm import backend, pieces
 from fzero.comm.axis import Axis
 from fzero.formats.formats import ALIGN, Format

@@ -12,7 +12,7 @@ import torch
 from fzero.base import private, pytree
 from fzero.base.arguments import need_int, wrong
 from fzero.base.context import during, proves
-from fzero.checkpoint.everyone import Everyone
+from fzero.checkpoint.fill import Everyone
 from fzero.comm.axis import Axis
 from fzero.comm.divergence import failing
 from fzero.engine.batch import Batch, as_grads, grads_of, reduce_whole, scale_of, sum_of

@@ -11,7 +11,7 @@ import torch
 
 from fzero.checkpoint.chunks import on_host
 from fzero.checkpoint.contents import runs
-from fzero.checkpoint.everyone import Everyone
+from fzero.checkpoint.fill import Everyone
 from fzero.comm.axis import Axis
 from fzero.state.sharded import Sharded
 from fzero.state.sliced import sliced_in

@@ -11,11 +11,9 @@ import torch
 
 from fzero.base import private, pytree
 from fzero.base.arguments import need_bool
-from fzero.checkpoint.choice import Wanted, choose
 from fzero.checkpoint.contents import Unnamed, built
-from fzero.checkpoint.everyone import Everyone
 from fzero.checkpoint.files import path_of
-from fzero.checkpoint.fill import agreed, filled
+from fzero.checkpoint.fill import Everyone, Wanted, agreed, choose, filled
 from fzero.checkpoint.manifest import DTYPES, Manifest, read_manifest, read_together
 from fzero.checkpoint.read import Reader
 from fzero.formats.formats import Format

@@ -11,14 +11,12 @@ import torch
 from fzero.base import private, pytree
 from fzero.base.arguments import need_int, need_str, wrong
 from fzero.base.patterns import matches
-from fzero.checkpoint.choice import Wanted
 from fzero.checkpoint.copies import need_same
 from fzero.checkpoint.files import folder_of
-from fzero.checkpoint.fill import agreed
+from fzero.checkpoint.fill import Wanted, agreed
 from fzero.checkpoint.manifest import DamagedCheckpoint
 from fzero.comm.axis import Axis
-from fzero.compat.names import need_same_values, ties_of, untied
-from fzero.compat.trees import WORDS, Others, loaded, one_count
+from fzero.compat.trees import WORDS, Others, loaded, need_same_values, one_count, ties_of, untied
 from fzero.compat.writing import Writing
 from fzero.formats.formats import Format, Plain
 from fzero.state.checks import constants

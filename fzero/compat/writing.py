@@ -13,7 +13,7 @@ import torch
 from fzero.base.pytree import Count
 from fzero.checkpoint import files
 from fzero.checkpoint.copies import Copies, copies_of
-from fzero.checkpoint.everyone import Everyone
+from fzero.checkpoint.fill import Everyone
 from fzero.compat.trees import word_of
 from fzero.state.gather import stream
 from fzero.state.items import items_in
@@ -52,21 +52,14 @@ class Writing:
                     "name; expected the moments of fz.sgd, adam, adamw or lion. Say optim=None to leave them out."
                 )
         # of a partition each member counts, all of them the same updates: torch has one count for each leaf
-        counts = {item.value.value: item.name for item in items if item.kind == "count"}
-        if len(counts) > 1:
-            (first, name), (other, also), *_ = counts.items()
-            raise ValueError(
-                f"fz.compat.save_dcp: state.{name} is {first} and state.{also} is {other}, expected one number of "
-                "updates: torch's checkpoints have one for each leaf. Say optim=None to leave the moments out."
-            )
-        count = next(iter(counts), state.step)
+        every = [item.value for item in items if item.kind == "count"]
+        count = next((each.value for each in every if each.value != state.step), state.step)
         if optim is not None and (count != state.step or torch.tensor(float(count), device="cpu").item() != count):
             raise ValueError(
                 f"fz.compat.save_dcp: state.step is {state.step} and the optimizer has counted {count} updates, "
-                "expected one number of at most 2**24: torch's checkpoints have the optimizer's alone, in float32. Say "
+                "expected one number of at most 2**24: torch's checkpoints have one for each leaf, in float32. Say "
                 "optim=None to leave the moments out, or use fz.save."
             )
-        every = [item.value for item in items if item.kind == "count"]
         missed, paused = [x for each in every for x in each.missed], [x for each in every for x in each.paused]
         own = Count(count, tuple(missed), tuple(paused)).own()
         # torch begins the moments that are not there with zeros: their count is zero, too

@@ -10,9 +10,9 @@ import torch
 
 from fzero.base import pytree
 from fzero.base.arguments import named
-from fzero.checkpoint.everyone import Everyone
 from fzero.checkpoint.files import NAME as NAME_OF_ONE
 from fzero.checkpoint.files import path_of
+from fzero.checkpoint.fill import Everyone
 from fzero.checkpoint.load import load
 from fzero.checkpoint.manifest import TOGETHER, DamagedCheckpoint, Together, read_manifest, read_together, sealed
 from fzero.checkpoint.remote import folder_at

@@ -98,6 +98,15 @@ class Rated:
         return {"lr": rate(self.lr, old[0].value)}
 
 
+def transformation_of(own: object, **more: Any) -> GradientTransformation:
+    """One of fzero's, that takes a step's trees: of an object's methods, those that it has."""
+    methods = {name: getattr(own, name, None) for name in _METHODS}
+    return GradientTransformation(**{**methods, "elementwise": True, **more})  # type: ignore[arg-type]
+
+
+_METHODS = ("init", "update", "fused", "label", "metrics", "paused", "combine")
+
+
 @dataclass(frozen=True)
 class Elementwise(Rated):
     """An optimizer of elementwise formulas, whose moments begin with zeros; as data, so that it can be pickled.
@@ -151,9 +160,7 @@ class Elementwise(Rated):
 
     @property
     def transformation(self) -> GradientTransformation:
-        return GradientTransformation(
-            self.init, self.update, self.fused, self.label, self.metrics, blank=True, elementwise=True
-        )  # fmt: skip
+        return transformation_of(self, blank=True)
 
     def init(self, params: object) -> Kept:
         return self.state(pytree.Count(0), *[zeros_like(params, flag) for flag in self.nonnegative])
