@@ -8,7 +8,7 @@ import torch
 
 from fzero.base import private, pytree
 from fzero.base.arguments import need_bool, wrong
-from fzero.checkpoint.copies import Copies, copies_of, need_same
+from fzero.checkpoint.contents import Copies, copies_of, need_same
 from fzero.checkpoint.fill import Everyone
 from fzero.comm import backend, pieces
 from fzero.comm.axis import Axis

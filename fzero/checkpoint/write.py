@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from fzero.checkpoint import chunks
-from fzero.checkpoint.copies import Copies, difference
+from fzero.checkpoint.contents import Copies, difference
 from fzero.checkpoint.files import NAME, Folder
 from fzero.checkpoint.fill import Everyone
 from fzero.checkpoint.manifest import File, Manifest, Piece, is_foreign, read_manifest

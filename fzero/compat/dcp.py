@@ -11,13 +11,12 @@ import torch
 from fzero.base import private, pytree
 from fzero.base.arguments import need_int, need_str, wrong
 from fzero.base.patterns import matches
-from fzero.checkpoint.copies import need_same
+from fzero.checkpoint.contents import need_same
 from fzero.checkpoint.files import folder_of
 from fzero.checkpoint.fill import Wanted, agreed
 from fzero.checkpoint.manifest import DamagedCheckpoint
 from fzero.comm.axis import Axis
 from fzero.compat.trees import WORDS, Others, loaded, need_same_values, one_count, ties_of, untied
-from fzero.compat.writing import Writing
 from fzero.formats.formats import Format, Plain
 from fzero.state.checks import constants
 from fzero.state.train_state import TrainState
@@ -63,6 +62,8 @@ def save_dcp(
         ...     sorted(name.rpartition(".")[2] for name in os.listdir(folder))
         ['distcp', 'metadata']
     """
+    from fzero.compat.writing import Writing  # which takes long to import
+
     who = "fz.compat.save_dcp"
     if not isinstance(state, TrainState):
         raise wrong(who, "state", state, "what step.init or a step returned")

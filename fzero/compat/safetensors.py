@@ -12,7 +12,7 @@ import torch
 from fzero.base import private, pytree
 from fzero.base.arguments import need_int, need_path, wrong
 from fzero.base.patterns import matches
-from fzero.checkpoint.copies import copies_of, need_same
+from fzero.checkpoint.contents import copies_of, need_same
 from fzero.checkpoint.files import folder_of
 from fzero.checkpoint.fill import Everyone, Wanted, agreed
 from fzero.checkpoint.manifest import CODES, DTYPES

@@ -5,14 +5,23 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from fzero.base.pytree import Count
 from fzero.checkpoint import files
-from fzero.checkpoint.copies import Copies, copies_of
+from fzero.checkpoint.contents import Copies, copies_of
 from fzero.checkpoint.fill import Everyone
 from fzero.compat.trees import word_of
 from fzero.state.gather import stream
@@ -122,13 +131,8 @@ class Writing:
         yield from self._counts.items()
 
     def _write(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        from torch.distributed.checkpoint import FileSystemWriter
-        from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-
-        from fzero.compat.planners import Save
-
         firsts = {name: known[:2] for name, known in self.known.items() if name not in self._further}
-        planner = Save(firsts, tensors)
+        planner = _Save(firsts, tensors)
         writer = FileSystemWriter(self._folder, per_thread_copy_ahead=0)  # which takes tensors in another order
         writer.set_up_storage_writer(True)
         (plan,) = writer.prepare_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
@@ -147,3 +151,31 @@ class Writing:
                 name.unlink()  # or the disk stays as full
             raise OSError(f"{self._folder}: cannot be written: {error.__context__ or error!r}.") from error
         files.sync_folder(self._folder)
+
+
+class _Save(DefaultSavePlanner):
+    """Plans to write whole tensors.
+
+    Args:
+        known: the names of the tensors -> their shapes and dtypes.
+        tensors: with their names, in this order.
+    """
+
+    def __init__(
+        self, known: Mapping[str, tuple[tuple[int, ...], torch.dtype]], tensors: Iterator[tuple[str, torch.Tensor]]
+    ) -> None:
+        super().__init__()
+        self._known, self._tensors = known, tensors
+
+    def create_local_plan(self) -> SavePlan:
+        items = []
+        for name, (shape, dtype) in self._known.items():
+            size, start = torch.Size(shape), torch.Size([0] * len(shape))
+            data = TensorWriteData(ChunkStorageMetadata(start, size), TensorProperties(dtype=dtype), size)
+            items.append(WriteItem(MetadataIndex(name, start), WriteItemType.SHARD, tensor_data=data))
+        return SavePlan(items)
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+        name, tensor = next(self._tensors)
+        assert name == write_item.index.fqn
+        return tensor

@@ -15,9 +15,8 @@ from fzero.formats.formats import Format, decode, encode, entries, zeros
 from fzero.state.items import Item, counted, entry_of, escaped, items_in, leaf_of, of_one_leaf, refilled
 from fzero.state.moments import init_extras, init_moments
 from fzero.state.placing import memory_of, settle
-from fzero.state.regrouped import keep_blocks, regroup, wide
 from fzero.state.sharded import Sharded, is_sharded
-from fzero.state.sliced import Sliced, lies_in_slices, sliced_in
+from fzero.state.sliced import Sliced, keep_blocks, lies_in_slices, regroup, sliced_in, wide
 from fzero.state.train_state import grads_like
 from fzero.stores.away import Buffer, tensor_of
 from fzero.stores.put import DEVICE
