@@ -97,7 +97,8 @@ class Connection:
         if not self._sending.acquire(timeout=deadline.seconds):
             raise TimedOut(f"{self.peer} let another send wait; this one gave up after {timeout} s.")
         try:
-            self._need_open()
+            if self._end is not None:
+                raise self._ended()
             self._send(tree, values, deadline)
         finally:
             self._sending.release()
@@ -200,10 +201,6 @@ class Connection:
         for sock in (self._sock, self._out):
             with contextlib.suppress(OSError):
                 os.close(sock.detach())
-
-    def _need_open(self) -> None:
-        if self._end is not None:
-            raise self._ended()
 
     def _ended(self) -> Closed:
         assert self._end is not None

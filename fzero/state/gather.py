@@ -251,7 +251,8 @@ def gather(tree: object, pattern: str | None = None, to: int | None = None) -> o
     whole = any(isinstance(node, TrainState) for node in nodes)
     bare = any(n is not None for n in nodes) and not any(is_sharded(node) for node in nodes)
     # slices have forgotten what they are slices of
-    if whole or tree is None or (bare and not _is_counted(tree)):
+    counted = any(isinstance(node, pytree.Count) for node in _nodes(tree, pytree.Count))  # an optimizer's moments
+    if whole or tree is None or (bare and not counted):
         raise TypeError(
             f"gather: got tree={named(tree)}, {'which holds a whole state' if whole else 'in which no tree is sharded'}"
             "; expected state.params, grads, state.moments, or a pytree that holds such trees."
@@ -263,7 +264,8 @@ def gather(tree: object, pattern: str | None = None, to: int | None = None) -> o
         if follows and to is not None:
             raise TypeError("gather: got to= under a transform of torch.func, expected that all ranks gather: no to=")
         own = functools.partial(_gather_one, pattern, to, kept)
-        out = pytree.map(lambda x: own(x) if is_sharded(x) else _copied(x), tree, is_leaf=is_sharded)
+        copied = lambda x: x.clone() if isinstance(x, torch.Tensor) else x
+        out = pytree.map(lambda x: own(x) if is_sharded(x) else copied(x), tree, is_leaf=is_sharded)
     return out if kept else None
 
 
@@ -274,15 +276,6 @@ def _nodes(tree: object, *more: type) -> Sequence[object]:
 
 def _is_node(node: object) -> bool:
     return is_sharded(node) or isinstance(node, TrainState)
-
-
-def _is_counted(tree: object) -> bool:
-    """Tells whether a tree is an optimizer's moments, which count updates: of factors alone no rank has slices."""
-    return any(isinstance(node, pytree.Count) for node in _nodes(tree, pytree.Count))
-
-
-def _copied(x: object) -> object:
-    return x.clone() if isinstance(x, torch.Tensor) else x
 
 
 def _gather_one(pattern: str | None, to: int | None, kept: bool, tree: Sharded) -> object:
