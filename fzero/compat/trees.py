@@ -277,12 +277,6 @@ def kinds_of(moments: Sequence[Item], words: Collection[str]) -> dict[str, str]:
     Args:
         words: what the files have of each leaf, without `step`.
     """
-    kinds, met = dict[str, str](), set[str]()
-    for item in moments:
-        word = word_of(item.name)
-        if item.kind not in TREES:
-            kinds[item.name] = item.kind
-        elif word in words:
-            kinds[item.name] = item.kind
-            met.add(word)
+    kinds = {item.name: item.kind for item in moments if item.kind not in TREES or word_of(item.name) in words}
+    met = {word_of(name) for name, kind in kinds.items() if kind in TREES}
     return {**kinds, **{f"moments.{word}": "values" for word in words if word not in met}}

@@ -27,6 +27,7 @@ from fzero.table.optimizer import GradientTransformation, Number, Schedule
 
 Tree = TypeVar("Tree")
 Kept = tuple[pytree.Count, *tuple[object, ...]]  # an optimizer's state: applied updates, moments
+_METHODS = ("init", "update", "fused", "label", "metrics", "paused", "combine")
 _RANGES: dict[str, Callable[[float], bool]] = {
     "a number in [0, 1)": lambda value: 0.0 <= value < 1.0,
     "a number in [0, 1]": lambda value: 0.0 <= value <= 1.0,
@@ -102,9 +103,6 @@ def transformation_of(own: object, **more: Any) -> GradientTransformation:
     """One of fzero's, that takes a step's trees: of an object's methods, those that it has."""
     methods = {name: getattr(own, name, None) for name in _METHODS}
     return GradientTransformation(**{**methods, "elementwise": True, **more})  # type: ignore[arg-type]
-
-
-_METHODS = ("init", "update", "fused", "label", "metrics", "paused", "combine")
 
 
 @dataclass(frozen=True)
