@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import re
+import time
 import warnings
 from typing import Any
 
@@ -22,6 +23,7 @@ from fzero.comm.axis import Axis
 from fzero.state.train_state import TrainState
 from fzero.table.spec import Spec, need_step
 
+_GLANCES = 4  # at a newest subfolder that is empty
 _NAME = re.compile(r"(\d{6,})-update-\d+")
 
 
@@ -169,16 +171,20 @@ class Checkpoints:
 
         def look() -> str:
             self._need_folder()
-            names = self._listed() if Everyone(axis).leads else {}
+            names = self._look(_GLANCES) if Everyone(axis).leads else {}
             self._known = {*names}
             ended = {name: (NAME in own or LOCK not in own) if own else None for name, own in names.items()}
             return json.dumps(ended)
 
         return json.loads(Everyone(axis).exchange(agreed(axis, look), "restore")[0])
 
-    def _listed(self) -> dict[str, list[str]]:
-        """What lies in each subfolder, newest first."""
-        return {name: self._there.child(name).names() for name in self._names()}
+    def _look(self, glances: int) -> dict[str, list[str]]:
+        """What lies in each subfolder, newest first, which may be empty for a moment, as a save begins or ends."""
+        names = {name: self._there.child(name).names() for name in self._names()}
+        if glances > 1 and names and not next(iter(names.values())):
+            time.sleep(0.05)
+            return self._look(glances - 1)
+        return names
 
     def _need_folder(self) -> None:
         """Refuses what is no folder of checkpoints: nothing begins anew where there was something."""
@@ -198,8 +204,9 @@ class Checkpoints:
 
     def _tidy(self) -> None:
         """Removes what is more than `keep`, and what was being removed as a run was killed."""
+        names = {name: self._there.child(name).names() for name in self._names()}
         whole = 0
-        for name, own in self._listed().items():
+        for name, own in names.items():  # the newest first
             good, there = NAME in own and is_whole(self._there.child(name)), whole
             whole += good
             if NAME in own and there >= self.keep:
