@@ -143,8 +143,11 @@ class _Adam:
         self, now: Number, count: int, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor, *largest: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         b1, b2 = at(self.b1, count), self.b2
-        m, whole = mixed(m, g, b1), isinstance(b2, torch.Tensor)
-        v = b2 * v + (1 - b2) * g * g if whole else torch.addcmul(b2 * v, g, g, value=1 - b2)
+        m = mixed(m, g, b1)
+        if isinstance(b2, torch.Tensor):
+            v = b2 * v + (1 - b2) * g * g
+        else:
+            v = torch.addcmul(b2 * v, g, g, value=1 - b2)
         largest = tuple([torch.maximum(most, v) for most in largest])
         below = root(largest[0] if largest else v) * (1 - b2**count) ** -0.5 + self.eps
         return m * (-now / (1 - b1**count)) / below, m, v, *largest
