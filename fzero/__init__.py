@@ -51,11 +51,10 @@ from fzero.planning.plot_schedule import plot_schedule
 from fzero.purity.check import check_pure
 from fzero.remote import fetch, remote
 from fzero.scan import scan
-from fzero.state.gather import gather, global_norm
+from fzero.state.gather import gather, global_norm, stream
 from fzero.state.scatter import scatter
 from fzero.state.sharded import Sharded
 from fzero.state.stack import stack, unstack
-from fzero.state.stream import stream
 from fzero.state.train_state import TrainState
 from fzero.step import Step, train_step, with_fn
 from fzero.stores.disk import Disk

@@ -8,8 +8,8 @@ import torch
 
 from fzero.base import private, pytree
 from fzero.base.arguments import need_bool, wrong
-from fzero.checkpoint.copies import Copies, copies_of, need_same
-from fzero.checkpoint.everyone import Everyone
+from fzero.checkpoint.contents import Copies, copies_of, need_same
+from fzero.checkpoint.fill import Everyone
 from fzero.comm import backend, pieces
 from fzero.comm.axis import Axis
 from fzero.formats.formats import ALIGN, Format
@@ -18,7 +18,6 @@ from fzero.state.checks import checksum, constants
 from fzero.state.init import check_tables
 from fzero.state.items import CARRY, items_of
 from fzero.state.origin import Move, Origin
-from fzero.state.regrouped import Source
 from fzero.state.sharded import Sharded, check_buffers, is_sharded
 from fzero.state.sliced import Sliced, sliced_in
 from fzero.state.train_state import TrainState
@@ -114,8 +113,11 @@ def _need_together(axis: Axis, step: Spec) -> None:
                 )
 
 
+_Full = dict[int, list[torch.Tensor]]  # rank on the tensor axis -> the full parts of a group, of its slices
+
+
 class _State(Origin):
-    """A state as the origin of another one."""
+    """A state as the origin of another one, whose trees are gathered a unit at a time."""
 
     place, call = "convert: the state", "fz.convert(state, step, lossy=True)"
     anew = "step.init(fz.gather(state.params))"
@@ -128,14 +130,15 @@ class _State(Origin):
         self.device, self.extras = state.params.device, state.signature.extras
         self.kinds = {name: item.kind for name, item in self._items.items()}
         self.said: list[str] = []  # checksums of the params, which all ranks of the new state must have
-        self._sums = sums
+        self._sums, self._gathered = sums, dict[tuple[str, Key], _Full]()
+        self._layout, (_, ranks) = state.layout, state.layout.tensor
+        own = self._layout
+        self._layouts = [Layout.build(own.rows, own.shards, (rank, ranks)) for rank in range(ranks)]
+        self._groups = {name: frozenset(x.groups) for name, x in self._items.values() if is_sharded(x)}
 
     def copies(self) -> Copies:
         """The checksums of what other ranks hold, too."""
         return copies_of({name: value for name, value in self._items.values() if is_sharded(value)})
-
-    def tree(self, name: str) -> Source:
-        return _Tree(self._items[name].value, self.said if self._sums and name == "params" else None)
 
     def scale(self, name: str) -> float:
         return self._items[name].value.scale
@@ -143,59 +146,45 @@ class _State(Origin):
     def value(self, name: str) -> object:
         return self._items[name].value
 
+    def format(self, name: str, path: str) -> Format | None:
+        tree, (key, _) = self._items[name].value, self._layout.key_of[path]
+        return tree.format(key) if key in self._groups[name] else None  # it was frozen
 
-_Full = dict[int, list[torch.Tensor]]  # rank on the tensor axis -> the full parts of a group, of its slices
+    def sliced(self, name: str, path: str) -> Sliced | None:
+        return sliced_in(self._layout, self._layout.key_of[path][1].leaf)
 
-
-class _Tree:
-    """One of its trees, gathered a group at a time."""
-
-    def __init__(self, tree: Sharded, said: list[str] | None) -> None:
-        self._tree, self._said, self._groups = tree, said, frozenset(tree.groups)
-        self._gathered: dict[Key, _Full] = {}
-        layout, (self._rank, ranks) = tree.layout, tree.layout.tensor
-        self._layouts = [Layout.build(layout.rows, layout.shards, (rank, ranks)) for rank in range(ranks)]
-
-    def format(self, path: str) -> Format | None:
-        key, _ = self._tree.layout.key_of[path]
-        return self._tree.format(key) if key in self._groups else None  # it was frozen
-
-    def sliced(self, path: str) -> Sliced | None:
-        return sliced_in(self._tree.layout, self._tree.layout.key_of[path][1].leaf)
-
-    def read(self, path: str, start: int, stop: int, into: object, rank: int = 0) -> list[torch.Tensor]:
-        rank = rank if self.sliced(path) is not None else self._rank
+    def read(self, name: str, path: str, start: int, stop: int, into: object, rank: int = 0) -> list[torch.Tensor]:
+        own = self._layout.tensor[0]
+        rank = rank if self.sliced(name, path) is not None else own
         key, slot = self._layouts[rank].key_of[path]
-        full = self._full(key)
+        full = self._full(name, key)
         if rank not in full:
-            full |= self._others(key, full[self._rank])
+            full |= self._others(name, key, full[own])
         low, high = slot.offset + start, slot.offset + -(-stop // ALIGN) * ALIGN
-        parts = zip(self._tree.format(key).parts, full[rank], strict=True)
-        return [own[low // part.every : high // part.every] for part, own in parts]
+        parts = zip(self._items[name].value.format(key).parts, full[rank], strict=True)
+        return [x[low // part.every : high // part.every] for part, x in parts]
 
-    def _full(self, key: Key) -> _Full:
+    def _full(self, name: str, key: Key) -> _Full:
         """The full parts of a group, at least those of this rank's slices of the leaves."""
-        if key not in self._gathered:
-            self._gathered = {own: parts for own, parts in self._gathered.items() if own.unit == key.unit}
-            axis, parts, slots = (
-                self._tree.axis_of(key),
-                self._tree.stored(key).parts,
-                self._layouts[0].groups[key].slots,
-            )
-            own = [axis.gather(part, f"convert of {key}") for part in parts]
-            full = self._gathered[key] = {self._rank: own}
-            if self._said is not None:
-                if any(sliced_in(self._tree.layout, slot.leaf) is not None for slot in slots):
-                    full |= self._others(key, own)
+        if (name, key) not in self._gathered:
+            near = lambda tree, other: tree == name and other.unit == key.unit
+            self._gathered = {each: parts for each, parts in self._gathered.items() if near(*each)}
+            tree, slots = self._items[name].value, self._layouts[0].groups[key].slots
+            own = [tree.axis_of(key).gather(part, f"convert of {key}") for part in tree.stored(key).parts]
+            full = self._gathered[name, key] = {self._layout.tensor[0]: own}
+            if self._sums and name == "params":
+                if any(sliced_in(self._layout, slot.leaf) is not None for slot in slots):
+                    full |= self._others(name, key, own)
                 sums = [checksum(part) for rank in sorted(full) for part in full[rank]]
-                self._said.append(f"{slots[0].path} and others with checksums {sums}")
-        return self._gathered[key]
+                self.said.append(f"{slots[0].path} and others with checksums {sums}")
+        return self._gathered[name, key]
 
-    def _others(self, key: Key, own: list[torch.Tensor]) -> _Full:
+    def _others(self, name: str, key: Key, own: list[torch.Tensor]) -> _Full:
         """The full parts of a group of which each rank has its slices, by rank."""
-        tensor, out = self._tree.axis.tensor, [list[torch.Tensor]() for _ in self._layouts]
+        tree: Sharded = self._items[name].value
+        tensor, out = tree.axis.tensor, [list[torch.Tensor]() for _ in self._layouts]
         assert tensor is not None
-        for part, x in zip(self._tree.format(key).parts, own, strict=True):
+        for part, x in zip(tree.format(key).parts, own, strict=True):
             sizes = [layout.groups[key].numel // part.every for layout in self._layouts]
             every = pieces.gathered(tensor, x, 0, sizes, f"convert of {key}")
             for rank, piece in enumerate(every.split(sizes)):

@@ -12,7 +12,7 @@ import torch
 from fzero.base import private, pytree
 from fzero.base.arguments import need_int, wrong
 from fzero.base.context import during, proves
-from fzero.checkpoint.everyone import Everyone
+from fzero.checkpoint.fill import Everyone
 from fzero.comm.axis import Axis
 from fzero.comm.divergence import failing
 from fzero.engine.batch import Batch, as_grads, grads_of, reduce_whole, scale_of, sum_of
@@ -24,8 +24,8 @@ from fzero.state.check_state import check_optimizer, check_state
 from fzero.state.checks import constants, need_derivatives
 from fzero.state.gather import squares_in
 from fzero.state.items import CARRY
-from fzero.state.leaf_norms import Norms, moment_norms, norms_by_leaf
 from fzero.state.sharded import is_sharded
+from fzero.state.squares import Norms, moment_norms, norms_by_leaf
 from fzero.state.train_state import TrainState
 from fzero.table.spec import Spec, need_step
 from fzero.update.fused import fuses, update_as_fused

@@ -14,8 +14,7 @@ from fzero.base.arguments import named, need_argnums, need_int, need_norm, wrong
 from fzero.base.follow import below_unless, is_transformed
 from fzero.components.call import Call, Plan, goes_forward, need_constants, need_one_place, told
 from fzero.components.line import Line
-from fzero.components.parts import PerStage, PipelineState, load_parts
-from fzero.components.places import ALL_KNOW, AllPlaces, line_over, need_groups
+from fzero.components.parts import ALL_KNOW, AllPlaces, PerStage, PipelineState, line_over, load_parts, need_groups
 from fzero.components.pullback import Losses, PipelinePullback
 from fzero.components.remote.component import RemoteComponent
 from fzero.components.stages import (

@@ -24,7 +24,7 @@ from pathlib import Path
 from forked import Run, Still, adopt
 
 import fzero as fz
-from fzero.checkpoint.folder import LOCK
+from fzero.checkpoint.files import LOCK
 
 OPTIONS = (
     "--width 32 --blocks 1 --heads 2 --context 16 --batch 2 --eval-every 5 --eval-batches 1 --sample-bytes 4 "

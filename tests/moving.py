@@ -14,8 +14,7 @@ import torch
 
 from fzero.stores.away import Away, Wait
 from fzero.stores.file import File
-from fzero.stores.host import HostBuffer
-from fzero.stores.on_disk import DiskBuffer
+from fzero.stores.put import DiskBuffer, HostBuffer
 
 
 class Counts:

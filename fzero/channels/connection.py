@@ -8,14 +8,15 @@ import queue
 import socket
 import struct
 import threading
+import weakref
+from typing import Any
 
 import torch
 
 from fzero.base import private
-from fzero.channels import forks, tensors, vocabulary, wire
-from fzero.channels.errors import BadMessage, ChannelError, Closed, TimedOut
+from fzero.channels import tensors, vocabulary, wire
 from fzero.channels.segments import SHARED_FROM, Borrower, Lender
-from fzero.channels.wire import Deadline
+from fzero.channels.wire import BadMessage, ChannelError, Closed, Deadline, TimedOut
 
 SEND_SECONDS = 60.0  # that a send waits for a peer that does not read
 CLOSE_SECONDS = 1.0  # that closing waits for the peer to have read what was sent
@@ -24,6 +25,18 @@ CLOSE_SECONDS = 1.0  # that closing waits for the peer to have read what was sen
 # not lie in shared memory, one behind the other. A goodbye is a header alone.
 HEADER = struct.Struct("<4sQ")  # magic, bytes of the tree and rows
 MAGIC = b"fz\x03\n"
+# what has open sockets: a forked child lets go of its parent's by `forget`, or the peer would not see the parent end
+open_here: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    for one in list(open_here):
+        one.forget()
+    open_here.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 class Connection:
@@ -49,7 +62,7 @@ class Connection:
         self._closed_here = False
         self._over = threading.Event()  # nothing more will be read
         self._reader = threading.Thread(target=self._read, name=f"fzero channel with {peer}", daemon=True)
-        forks.open_here.add(self)
+        open_here.add(self)
         self._reader.start()
 
     def send(self, message: object, timeout: float = SEND_SECONDS) -> None:
@@ -84,7 +97,8 @@ class Connection:
         if not self._sending.acquire(timeout=deadline.seconds):
             raise TimedOut(f"{self.peer} let another send wait; this one gave up after {timeout} s.")
         try:
-            self._need_open()
+            if self._end is not None:
+                raise self._ended()
             self._send(tree, values, deadline)
         finally:
             self._sending.release()
@@ -188,10 +202,6 @@ class Connection:
             with contextlib.suppress(OSError):
                 os.close(sock.detach())
 
-    def _need_open(self) -> None:
-        if self._end is not None:
-            raise self._ended()
-
     def _ended(self) -> Closed:
         assert self._end is not None
         kind, why = self._end
@@ -230,7 +240,7 @@ class Connection:
             self._sock.close()
             self._out.close()
             self._lender = None
-        forks.open_here.discard(self)
+        open_here.discard(self)
         self._inbox.put(None)
 
     def _message(self) -> object:

@@ -1,22 +1,132 @@
-"""Listener and connect: how a connection begins."""
+"""Listener and connect: how a connection begins, by a handshake, and where a listener is found."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import hmac
 import logging
 import os
 import queue
 import secrets
 import socket
+import struct
 import sys
 import threading
 import time
+from pathlib import Path
+from typing import NamedTuple
 
-from fzero.channels import forks, handshake
-from fzero.channels.address import Address, has_unix_sockets, machine
-from fzero.channels.connection import Connection
-from fzero.channels.errors import ChannelError, Closed, Refused, TimedOut
-from fzero.channels.wire import Deadline
+from fzero.channels import segments
+from fzero.channels.connection import Connection, open_here
+from fzero.channels.wire import ChannelError, Closed, Deadline, Refused, TimedOut
+
+# Two processes show each other that both know a token, which never travels.
+#
+#    both ways   hello: magic, version, what this side can do, a fresh nonce, its name
+#    both ways   HMAC-SHA256(token, this side's role + the caller's hello + the listener's)
+#
+# That is challenge and response both ways: an answer is good for these nonces and this role only. What follows is
+# neither encrypted nor signed: on a network that others can change, lay a tunnel.
+VERSION = 3
+MAX_NAME = 200  # bytes
+ROLES = (b"caller", b"listener")
+
+_HELLO = struct.Struct(f"<8sHBB32s{MAX_NAME}s")  # magic, version, can share memory, length of the name, nonce, name
+_MAGIC = b"fzero\x00ch"
+_PROOF = hashlib.sha256().digest_size
+
+
+class Peer(NamedTuple):
+    """What the other side says of itself."""
+
+    name: str
+    shares: bool
+
+
+def own_name() -> str:
+    """What this process is called where nobody says anything else."""
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def greeted(sock: socket.socket, token: bytes, name: str, calls: bool, deadline: Deadline) -> Peer:
+    """Who is at the other end.
+
+    Args:
+        calls: whether this is the caller's side, not the listener's.
+
+    Raises:
+        Refused: the other side has another token or version, or is no channel.
+        TimedOut: it took too long.
+        OSError: the connection broke.
+    """
+    ours = _hello(name)
+    _send(sock, ours, deadline)
+    theirs = _receive(sock, _HELLO.size, "its hello", deadline)
+    peer, hellos = _read(theirs), ours + theirs if calls else theirs + ours
+    own, other = ROLES if calls else ROLES[::-1]
+    _send(sock, _proof(token, own, hellos), deadline)
+    proof = _receive(sock, _PROOF, "its proof (it goes away where tokens differ)", deadline)
+    if not hmac.compare_digest(proof, _proof(token, other, hellos)):
+        raise Refused("it has another token")
+    return peer
+
+
+def _hello(name: str) -> bytes:
+    data = name.encode()[:MAX_NAME]
+    return _HELLO.pack(_MAGIC, VERSION, segments.AVAILABLE, len(data), secrets.token_bytes(32), data)
+
+
+def _read(hello: bytes) -> Peer:
+    magic, version, shares, length, _, name = _HELLO.unpack(hello)
+    if magic != _MAGIC or length > MAX_NAME:
+        raise Refused(f"it says {hello[:16]!r}..., which is no greeting of a channel")
+    if version != VERSION:
+        raise Refused(f"it speaks version {version}, this side version {VERSION}: use the same fzero on both")
+    return Peer(name[:length].decode("utf-8", "replace"), bool(shares))
+
+
+def _proof(token: bytes, role: bytes, hellos: bytes) -> bytes:
+    return hmac.new(token, role + b"\0" + hellos, hashlib.sha256).digest()
+
+
+def _send(sock: socket.socket, data: bytes, deadline: Deadline) -> None:
+    sock.settimeout(deadline.left())
+    sock.sendall(data)  # a few bytes, for which a new socket has room
+
+
+def _receive(sock: socket.socket, count: int, what: str, deadline: Deadline) -> bytes:
+    data = b""
+    while len(data) < count:
+        try:
+            if deadline.is_over():
+                raise TimeoutError
+            sock.settimeout(deadline.left())
+            more = sock.recv(count - len(data))
+        except TimeoutError:
+            raise TimedOut(f"{what} did not come within {deadline.seconds} s") from None
+        if not more:
+            raise Refused(f"it went away before {what}")
+        data += more
+    return data
+
+
+Address = tuple[str, str, str, int]
+"""(the machine, name of a unix socket there or "", TCP host, TCP port): a value that messages can hold."""
+
+
+def machine() -> str:
+    """Names this machine as processes that reach one another by unix sockets see it: its boot and network namespace."""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/net')}"
+    return ""  # cannot be told: only TCP
+
+
+def has_unix_sockets() -> bool:
+    """Tells whether unix sockets can have names that are no files, which nobody must remove."""
+    return sys.platform == "linux" and hasattr(socket, "AF_UNIX") and bool(machine())
+
 
 HANDSHAKE_SECONDS = 5.0  # that a handshake may take
 BACKLOG = 1024  # who may have called and not been taken yet
@@ -49,7 +159,7 @@ class Listener:
     """
 
     def __init__(self, token: bytes, host: str | None = None, name: str | None = None) -> None:
-        self._token, self._name = token, name or handshake.own_name()
+        self._token, self._name = token, name or own_name()
         host = "127.0.0.1" if host is None else host
         family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
         self._sockets = [socket.create_server((host, 0), family=family, backlog=BACKLOG)]
@@ -62,7 +172,7 @@ class Listener:
         self.address: Address = (machine(), unix, host, port)
         self._ready: queue.SimpleQueue[Connection | None] = queue.SimpleQueue()
         self._lock, self._closed = threading.Lock(), False
-        forks.open_here.add(self)
+        open_here.add(self)
         self._threads = [
             threading.Thread(target=self._listen, args=(sock,), name="fzero listener", daemon=True)
             for sock in self._sockets
@@ -99,7 +209,7 @@ class Listener:
             thread.join()
         for sock in self._sockets:
             sock.close()
-        forks.open_here.discard(self)
+        open_here.discard(self)
         self._ready.put(None)
         while (connection := self._ready.get()) is not None:
             connection.close()
@@ -140,7 +250,7 @@ class Listener:
         who = "an unknown peer"
         try:
             who = f"{sock.getpeername() or 'a process here'}"
-            peer = handshake.greeted(sock, self._token, self._name, False, Deadline(HANDSHAKE_SECONDS))
+            peer = greeted(sock, self._token, self._name, False, Deadline(HANDSHAKE_SECONDS))
             _prepare(sock)
             with self._lock:
                 if not self._closed:
@@ -188,7 +298,7 @@ def connect(address: Address, token: bytes, timeout: float, name: str | None = N
             sock.connect("\0" + unix)
         else:
             sock = socket.create_connection((host, port), timeout=timeout)
-        peer = handshake.greeted(sock, token, name or handshake.own_name(), True, deadline)
+        peer = greeted(sock, token, name or own_name(), True, deadline)
         _prepare(sock)
         return Connection(sock, peer.name, peer.shares)
     except BaseException as error:

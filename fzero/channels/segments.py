@@ -15,8 +15,8 @@ import weakref
 import torch
 
 from fzero.base import private, thread_state
-from fzero.channels.errors import BadMessage
 from fzero.channels.tensors import Row, shaped
+from fzero.channels.wire import BadMessage
 
 AVAILABLE = hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
 PAGE = 4096  # bytes ahead of the data

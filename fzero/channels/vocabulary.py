@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from fzero.base import pytree
-from fzero.channels.errors import BadMessage
 from fzero.channels.tensors import DTYPES, NUMBERS, need_plain
+from fzero.channels.wire import BadMessage
 
 Kinds = Mapping[type, tuple[Callable[[Any], Sequence[object]], Callable[..., object]]]
 KINDS: Kinds = {  # to values of the vocabulary, and back from them

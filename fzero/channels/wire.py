@@ -1,4 +1,4 @@
-"""Bytes and descriptors through a socket, by whole pieces, with deadlines."""
+"""Bytes and descriptors through a socket, by whole pieces, with deadlines; and what can go wrong with a connection."""
 
 from __future__ import annotations
 
@@ -9,6 +9,27 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+
+
+class ChannelError(ConnectionError):
+    """What went wrong with a connection to another process: the base of the errors of this wing."""
+
+
+class Closed(ChannelError):
+    """The connection has ended: it was closed here or there, or the peer's process has died."""
+
+
+class BadMessage(Closed):
+    """The peer sent what is no message; the connection is closed, as what follows cannot be told apart."""
+
+
+class Refused(ChannelError):
+    """No connection came about: nobody listens there, or the handshake failed, by a wrong token for example."""
+
+
+class TimedOut(ChannelError, TimeoutError):
+    """What was waited for did not happen in time."""
+
 
 TICK = 5.0  # seconds after which whoever waits for bytes looks after what is idle
 MAX_DESCRIPTORS = 64  # of one message; the kernel takes 253

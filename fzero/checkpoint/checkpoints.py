@@ -12,10 +12,8 @@ import warnings
 from typing import Any
 
 from fzero.base.arguments import need_int
-from fzero.checkpoint.choice import Wanted
-from fzero.checkpoint.everyone import Everyone
-from fzero.checkpoint.fill import agreed
-from fzero.checkpoint.folder import LOCK, NAME, is_url, path_of
+from fzero.checkpoint.files import LOCK, NAME, is_url, path_of
+from fzero.checkpoint.fill import Everyone, Wanted, agreed
 from fzero.checkpoint.load import load_both
 from fzero.checkpoint.manifest import DamagedCheckpoint, NoCheckpoint
 from fzero.checkpoint.read import is_whole

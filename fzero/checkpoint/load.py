@@ -11,18 +11,15 @@ import torch
 
 from fzero.base import private, pytree
 from fzero.base.arguments import need_bool
-from fzero.checkpoint.choice import Wanted, choose
 from fzero.checkpoint.contents import Unnamed, built
-from fzero.checkpoint.everyone import Everyone
-from fzero.checkpoint.fill import agreed, filled
-from fzero.checkpoint.folder import path_of
+from fzero.checkpoint.files import path_of
+from fzero.checkpoint.fill import Everyone, Wanted, agreed, choose, filled
 from fzero.checkpoint.manifest import DTYPES, Manifest, read_manifest, read_together
 from fzero.checkpoint.read import Reader
 from fzero.formats.formats import Format
 from fzero.state.beyond import Loadable
 from fzero.state.metrics import Component, State
 from fzero.state.origin import Origin
-from fzero.state.regrouped import Source
 from fzero.state.sliced import Sliced
 from fzero.state.train_state import TrainState
 from fzero.table.rows import Leaf
@@ -157,8 +154,18 @@ class _Checkpoint(Origin):
                 "fz.load(path, step, like=params), with params of that kind as step.init takes them."
             ) from None
 
-    def tree(self, name: str) -> Source:
-        return _Tree(self, self.reader.number(name))
+    def format(self, name: str, path: str) -> Format | None:
+        return self.reader.format(self.reader.number(name), self.numbers[path]) if path in self.numbers else None
+
+    def sliced(self, name: str, path: str) -> Sliced | None:
+        return self.manifest.leaves[self.numbers[path]].sliced
+
+    def read(
+        self, name: str, path: str, start: int, stop: int, into: Sequence[torch.Tensor] | None, rank: int = 0
+    ) -> Sequence[torch.Tensor]:
+        form = self.format(name, path)
+        assert form is not None
+        return self.reader.read(self.reader.number(name), self.numbers[path], start, stop, form, into, rank)
 
     def wait(self) -> None:
         self.reader.wait()
@@ -175,23 +182,3 @@ class _Checkpoint(Origin):
             return self.reader.tensor(number)
         value = self.manifest.items[number].value
         return pytree.Count.of(value) if self.kinds[name] == "count" else value
-
-
-class _Tree:
-    """One of its trees."""
-
-    def __init__(self, checkpoint: _Checkpoint, number: int) -> None:
-        self.reader, self.numbers, self.number = checkpoint.reader, checkpoint.numbers, number
-
-    def format(self, path: str) -> Format | None:
-        return self.reader.format(self.number, self.numbers[path]) if path in self.numbers else None
-
-    def sliced(self, path: str) -> Sliced | None:
-        return self.reader.manifest.leaves[self.numbers[path]].sliced
-
-    def read(
-        self, path: str, start: int, stop: int, into: Sequence[torch.Tensor] | None, rank: int = 0
-    ) -> Sequence[torch.Tensor]:
-        form = self.format(path)
-        assert form is not None
-        return self.reader.read(self.number, self.numbers[path], start, stop, form, into, rank)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero.base import pytree
-from fzero.checkpoint.folder import NAME, is_url
+from fzero.checkpoint.files import NAME, is_url
 from fzero.checkpoint.remote import folder_at
 from fzero.state.sliced import Sliced
 

@@ -13,8 +13,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from fzero.checkpoint.files import Folder
-from fzero.checkpoint.folder import LOCK, NAME, is_url, not_ours
+from fzero.checkpoint.files import LOCK, NAME, Folder, is_url, not_ours
 
 _BLOCK, _BLOCKS = 16 << 20, 8000  # bytes that are sent at once; of an upload to S3, which takes 10,000
 _OURS = re.compile(rb"([0-9a-f]{12})?")  # a token, or the mark of what is being removed

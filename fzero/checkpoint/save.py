@@ -11,15 +11,12 @@ from collections.abc import Callable
 
 from fzero.base.arguments import wrong
 from fzero.checkpoint import chunks
-from fzero.checkpoint.board import Board
-from fzero.checkpoint.everyone import Everyone
-from fzero.checkpoint.files import Folder
-from fzero.checkpoint.fill import as_said
-from fzero.checkpoint.folder import path_of
+from fzero.checkpoint.files import Folder, path_of
+from fzero.checkpoint.fill import Everyone, as_said
 from fzero.checkpoint.manifest import TOGETHER
 from fzero.checkpoint.remote import folder_at
 from fzero.checkpoint.snapshot import Snapshot
-from fzero.checkpoint.write import write
+from fzero.checkpoint.write import Board, write
 from fzero.comm import backend
 from fzero.state.beyond import Savable
 from fzero.state.checks import constants

@@ -11,9 +11,8 @@ import torch
 from fzero.base import pytree
 from fzero.base.arguments import named
 from fzero.checkpoint.chunks import bytes_of, digest, on_host, staged
-from fzero.checkpoint.contents import Run, described, runs, share, written
-from fzero.checkpoint.copies import Copies, copies_of
-from fzero.checkpoint.everyone import Everyone
+from fzero.checkpoint.contents import Copies, Run, copies_of, described, runs, share, written
+from fzero.checkpoint.fill import Everyone
 from fzero.checkpoint.manifest import CODES, CODES_OF_TENSORS, Kept, Leaf, Piece, as_filed, header_of
 from fzero.comm.axis import Axis
 from fzero.formats.formats import Format

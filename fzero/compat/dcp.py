@@ -11,15 +11,12 @@ import torch
 from fzero.base import private, pytree
 from fzero.base.arguments import need_int, need_str, wrong
 from fzero.base.patterns import matches
-from fzero.checkpoint.choice import Wanted
-from fzero.checkpoint.copies import need_same
+from fzero.checkpoint.contents import need_same
 from fzero.checkpoint.files import folder_of
-from fzero.checkpoint.fill import agreed
+from fzero.checkpoint.fill import Wanted, agreed
 from fzero.checkpoint.manifest import DamagedCheckpoint
 from fzero.comm.axis import Axis
-from fzero.compat.names import need_same_values, ties_of, untied
-from fzero.compat.trees import WORDS, Others, loaded, one_count
-from fzero.compat.writing import Writing
+from fzero.compat.trees import WORDS, Others, loaded, need_same_values, one_count, ties_of, untied
 from fzero.formats.formats import Format, Plain
 from fzero.state.checks import constants
 from fzero.state.train_state import TrainState
@@ -65,6 +62,8 @@ def save_dcp(
         ...     sorted(name.rpartition(".")[2] for name in os.listdir(folder))
         ['distcp', 'metadata']
     """
+    from fzero.compat.writing import Writing  # which takes long to import
+
     who = "fz.compat.save_dcp"
     if not isinstance(state, TrainState):
         raise wrong(who, "state", state, "what step.init or a step returned")
@@ -248,7 +247,7 @@ class _Reading(Others[str]):
     def form(self, tensor: str) -> tuple[tuple[int, ...], torch.dtype]:
         return tuple(self._tensors[tensor].size), self._tensors[tensor].properties.dtype
 
-    def stored(self, tree: str, path: str, tensor: str) -> Format:
+    def stored(self, path: str, tensor: str) -> Format:
         (shape, dtype), (expected, _) = self.form(tensor), self.form(self.params[path])
         if dtype not in _FLOATS:
             raise ValueError(

@@ -13,12 +13,12 @@ import torch
 
 from fzero.checkpoint import files
 from fzero.checkpoint.chunks import bytes_of, on_host
-from fzero.checkpoint.everyone import Everyone
+from fzero.checkpoint.fill import Everyone
 from fzero.checkpoint.manifest import CODES
-from fzero.compat.names import Names, renamed
 from fzero.compat.opened import INDEX, SINGLE, index_of, planned
+from fzero.compat.trees import Names, renamed
+from fzero.state.gather import stream
 from fzero.state.sharded import Sharded, check_buffers
-from fzero.state.stream import stream
 
 _PEFT = re.compile(
     r"(.*\.)?base_layer\..*|(.*\.)?prompt_encoder\.[^.]+\.embedding\.weight|.*\.adaption_prompt"

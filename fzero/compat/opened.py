@@ -148,11 +148,17 @@ class Opened:
             DamagedCheckpoint: one is no whole safetensors file, or lacks what its index says.
             ValueError: two files have one tensor.
         """
-        models = [model_of(path) for path in self._paths]
-        for path in [path for model in models for path in model.files]:
+        models = [_files_of(path) for path in self._paths]
+        for path in [path for files, *_ in models for path in files]:
             self._open(path)
-        for model in models:
-            check_index(model, {name: own.file for name, own in self.entries.items()})
+        found = {name: own.file for name, own in self.entries.items()}
+        for index, name, path in [(index, *place) for _, index, places in models for place in places.items()]:
+            if found.get(name) != path:
+                where = f", but {found[name]} has it" if name in found else ""
+                raise DamagedCheckpoint(
+                    f"{index}: names a tensor {name!r} in {os.path.basename(path)}, and it is not there{where}. Bring "
+                    "the files that belong to this index."
+                )
 
     def _open(self, path: str) -> None:
         if path in self._files:
@@ -229,61 +235,30 @@ def _spots(nbytes: int) -> tuple[int, ...]:
     return (0, last // 2, last) if last else (0,)
 
 
-class Model(NamedTuple):
-    """What a path stands for.
+def _files_of(path: str) -> tuple[list[str], str, Mapping[str, str]]:
+    """The files that a path stands for: a file itself, those that an index names, of a folder its one model.
 
-    Attributes:
-        files: their paths.
-        index: the path of the index that names them; "" where none does.
-        places: of an index, the name of each tensor and the path of its file.
-    """
-
-    files: list[str]
-    index: str
-    places: Mapping[str, str]
-
-
-def model_of(path: str) -> Model:
-    """The files of a model: of a file itself, of an index those that it names, of a folder its one model.
+    Returns:
+        Their paths; and of an index its path, and tensors' names -> the paths of their files.
 
     Raises:
         FileNotFoundError: a folder has neither a file of the usual name nor an index.
         DamagedCheckpoint: an index that cannot be read.
     """
     if os.path.isdir(path):
-        index = os.path.join(path, INDEX)
-        if os.path.exists(os.path.join(path, SINGLE)):  # as others' loaders prefer
-            return Model([os.path.join(path, SINGLE)], "", {})
-        if os.path.exists(index):
-            return _indexed(index)
-        raise FileNotFoundError(
-            f"{path}: got a folder with neither {SINGLE} nor {INDEX}, expected one of them. Otherwise give the files "
-            "as a list."
-        )
-    return _indexed(path) if path.endswith(".json") else Model([path], "", {})
-
-
-def _indexed(path: str) -> Model:
+        single, index = os.path.join(path, SINGLE), os.path.join(path, INDEX)
+        path = next(filter(os.path.exists, (single, index)), "")  # the first, as others' loaders prefer
+        if not path:
+            raise FileNotFoundError(
+                f"{os.path.dirname(index)}: got a folder with neither {SINGLE} nor {INDEX}, expected one of them. "
+                "Otherwise give the files as a list."
+            )
+    if not path.endswith(".json"):
+        return [path], "", {}
     try:
         with open(path, encoding="utf-8") as file:
             said = json.load(file)["weight_map"]
-        folder = os.path.dirname(path)
-        places = {name: os.path.join(folder, own) for name, own in said.items()}
+        places = {name: os.path.join(os.path.dirname(path), own) for name, own in said.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpoint(f"{path}: got no index with a weight_map: {error!r}.") from None
-    return Model([*dict.fromkeys(places.values())], path, places)
-
-
-def check_index(model: Model, found: Mapping[str, str]) -> None:
-    """Refuses an index that names a tensor which its file does not have.
-
-    Args:
-        found: the name of each tensor that is there -> the path of its file.
-    """
-    for name, path in model.places.items():
-        if found.get(name) != path:
-            where = f", but {found[name]} has it" if name in found else ""
-            raise DamagedCheckpoint(
-                f"{model.index}: names a tensor {name!r} in {os.path.basename(path)}, and it is not there{where}. "
-                "Bring the files that belong to this index."
-            )
+    return [*dict.fromkeys(places.values())], path, places

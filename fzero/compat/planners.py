@@ -1,22 +1,14 @@
-"""What torch's distributed checkpoints (DCP) are told: whole tensors to write, and rows of one to read."""
+"""What torch's distributed checkpoints (DCP) are told, to read rows of one tensor, and nothing that could be run."""
 
 from __future__ import annotations
 
 import hashlib
 import io
 import pickle
-from collections.abc import Iterator, Mapping
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 
 _KNOWN = {  # of the pickle that its metadata is, which could otherwise run anything
     ("torch.serialization", "_get_layout"),
@@ -25,34 +17,6 @@ _KNOWN = {  # of the pickle that its metadata is, which could otherwise run anyt
     *(("pathlib", name) for name in ("Path", "PosixPath", "PurePath", "PurePosixPath", "WindowsPath")),
     *(("pathlib._local", name) for name in ("Path", "PosixPath", "PurePath", "PurePosixPath", "WindowsPath")),
 }
-
-
-class Save(DefaultSavePlanner):
-    """Plans to write whole tensors.
-
-    Args:
-        known: the names of the tensors -> their shapes and dtypes.
-        tensors: with their names, in this order.
-    """
-
-    def __init__(
-        self, known: Mapping[str, tuple[tuple[int, ...], torch.dtype]], tensors: Iterator[tuple[str, torch.Tensor]]
-    ) -> None:
-        super().__init__()
-        self._known, self._tensors = known, tensors
-
-    def create_local_plan(self) -> SavePlan:
-        items = []
-        for name, (shape, dtype) in self._known.items():
-            size, start = torch.Size(shape), torch.Size([0] * len(shape))
-            data = TensorWriteData(ChunkStorageMetadata(start, size), TensorProperties(dtype=dtype), size)
-            items.append(WriteItem(MetadataIndex(name, start), WriteItemType.SHARD, tensor_data=data))
-        return SavePlan(items)
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
-        name, tensor = next(self._tensors)
-        assert name == write_item.index.fqn
-        return tensor
 
 
 class Load(DefaultLoadPlanner):

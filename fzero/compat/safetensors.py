@@ -12,18 +12,19 @@ import torch
 from fzero.base import private, pytree
 from fzero.base.arguments import need_int, need_path, wrong
 from fzero.base.patterns import matches
-from fzero.checkpoint.choice import Wanted
-from fzero.checkpoint.copies import copies_of, need_same
-from fzero.checkpoint.everyone import Everyone
+from fzero.checkpoint.contents import copies_of, need_same
 from fzero.checkpoint.files import folder_of
-from fzero.checkpoint.fill import agreed
+from fzero.checkpoint.fill import Everyone, Wanted, agreed
 from fzero.checkpoint.manifest import CODES, DTYPES
 from fzero.comm.axis import Axis
 from fzero.compat.export import Export
-from fzero.compat.names import (
+from fzero.compat.opened import Entry, Opened
+from fzero.compat.trees import (
     Names,
+    Others,
     Tie,
     by_path,
+    loaded,
     need_names,
     need_same_values,
     paths_of,
@@ -31,8 +32,6 @@ from fzero.compat.names import (
     ties_of,
     untied,
 )
-from fzero.compat.opened import Entry, Opened
-from fzero.compat.trees import Others, loaded
 from fzero.formats.formats import Format
 from fzero.state.checks import constants
 from fzero.state.sharded import Sharded
@@ -158,13 +157,13 @@ class _Files(Others[Entry]):
     def form(self, tensor: Entry) -> tuple[tuple[int, ...], torch.dtype]:
         return tensor.shape, DTYPES.get(tensor.dtype, torch.uint8)
 
-    def stored(self, tree: str, path: str, tensor: Entry) -> Format:
+    def stored(self, path: str, tensor: Entry) -> Format:
         if not _floats(tensor):
             raise ValueError(
                 f"{tensor.file}: tensor {tensor.name!r} is stored as {tensor.dtype}, expected F64, F32, F16 or BF16. "
                 "Convert the file, or leave the leaf out by pattern=."
             )
-        return super().stored(tree, path, tensor)
+        return super().stored(path, tensor)
 
     def fill(self, tensor: Entry, start: int, stop: int, out: torch.Tensor) -> None:
         self._opened.read_into(tensor, out, start * out.itemsize)

@@ -5,19 +5,28 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from fzero.base.pytree import Count
 from fzero.checkpoint import files
-from fzero.checkpoint.copies import Copies, copies_of
-from fzero.checkpoint.everyone import Everyone
+from fzero.checkpoint.contents import Copies, copies_of
+from fzero.checkpoint.fill import Everyone
 from fzero.compat.trees import word_of
+from fzero.state.gather import stream
 from fzero.state.items import items_in
 from fzero.state.sharded import Sharded, check_buffers, is_sharded
-from fzero.state.stream import stream
 from fzero.state.train_state import TrainState
 from fzero.table.module_params import other_names
 
@@ -52,21 +61,14 @@ class Writing:
                     "name; expected the moments of fz.sgd, adam, adamw or lion. Say optim=None to leave them out."
                 )
         # of a partition each member counts, all of them the same updates: torch has one count for each leaf
-        counts = {item.value.value: item.name for item in items if item.kind == "count"}
-        if len(counts) > 1:
-            (first, name), (other, also), *_ = counts.items()
-            raise ValueError(
-                f"fz.compat.save_dcp: state.{name} is {first} and state.{also} is {other}, expected one number of "
-                "updates: torch's checkpoints have one for each leaf. Say optim=None to leave the moments out."
-            )
-        count = next(iter(counts), state.step)
+        every = [item.value for item in items if item.kind == "count"]
+        count = next((each.value for each in every if each.value != state.step), state.step)
         if optim is not None and (count != state.step or torch.tensor(float(count), device="cpu").item() != count):
             raise ValueError(
                 f"fz.compat.save_dcp: state.step is {state.step} and the optimizer has counted {count} updates, "
-                "expected one number of at most 2**24: torch's checkpoints have the optimizer's alone, in float32. Say "
+                "expected one number of at most 2**24: torch's checkpoints have one for each leaf, in float32. Say "
                 "optim=None to leave the moments out, or use fz.save."
             )
-        every = [item.value for item in items if item.kind == "count"]
         missed, paused = [x for each in every for x in each.missed], [x for each in every for x in each.paused]
         own = Count(count, tuple(missed), tuple(paused)).own()
         # torch begins the moments that are not there with zeros: their count is zero, too
@@ -129,13 +131,8 @@ class Writing:
         yield from self._counts.items()
 
     def _write(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        from torch.distributed.checkpoint import FileSystemWriter
-        from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-
-        from fzero.compat.planners import Save
-
         firsts = {name: known[:2] for name, known in self.known.items() if name not in self._further}
-        planner = Save(firsts, tensors)
+        planner = _Save(firsts, tensors)
         writer = FileSystemWriter(self._folder, per_thread_copy_ahead=0)  # which takes tensors in another order
         writer.set_up_storage_writer(True)
         (plan,) = writer.prepare_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
@@ -154,3 +151,31 @@ class Writing:
                 name.unlink()  # or the disk stays as full
             raise OSError(f"{self._folder}: cannot be written: {error.__context__ or error!r}.") from error
         files.sync_folder(self._folder)
+
+
+class _Save(DefaultSavePlanner):
+    """Plans to write whole tensors.
+
+    Args:
+        known: the names of the tensors -> their shapes and dtypes.
+        tensors: with their names, in this order.
+    """
+
+    def __init__(
+        self, known: Mapping[str, tuple[tuple[int, ...], torch.dtype]], tensors: Iterator[tuple[str, torch.Tensor]]
+    ) -> None:
+        super().__init__()
+        self._known, self._tensors = known, tensors
+
+    def create_local_plan(self) -> SavePlan:
+        items = []
+        for name, (shape, dtype) in self._known.items():
+            size, start = torch.Size(shape), torch.Size([0] * len(shape))
+            data = TensorWriteData(ChunkStorageMetadata(start, size), TensorProperties(dtype=dtype), size)
+            items.append(WriteItem(MetadataIndex(name, start), WriteItemType.SHARD, tensor_data=data))
+        return SavePlan(items)
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+        name, tensor = next(self._tensors)
+        assert name == write_item.index.fqn
+        return tensor

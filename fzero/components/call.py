@@ -12,8 +12,7 @@ import torch
 from fzero.base import private, pytree
 from fzero.components.flow import Flow, StagePasses
 from fzero.components.line import Line, shapes_of
-from fzero.components.parts import PerStage
-from fzero.components.places import AllPlaces
+from fzero.components.parts import AllPlaces, PerStage
 from fzero.components.remote.component import fetch
 from fzero.components.wiring import Wiring, default_inputs
 from fzero.engine.batch import by_input

@@ -18,7 +18,7 @@ import torch
 
 from fzero.base import pytree
 from fzero.channels import Connection, Listener, connect
-from fzero.channels.address import machine
+from fzero.channels.listener import machine
 from fzero.comm import backend
 from fzero.comm.backend import Group
 from fzero.components.remote.failure import Failed, Failure, error_of, failure_of

@@ -17,7 +17,6 @@ from fzero.components.parts import PerStage
 from fzero.components.remote.component import fetch
 from fzero.components.remote.handle import Value
 from fzero.engine.outcome import need_structure, scalar_loss
-from fzero.schedules.task import Task
 from fzero.state.beyond import here
 from fzero.state.checks import need_derivatives
 from fzero.table.counting import Counts
@@ -149,7 +148,7 @@ class PipelinePullback:
             return pieces[microbatch]
 
         try:
-            call.run(verb, _goes_back, asked, retain_graph)
+            call.run(verb, lambda task: not goes_forward(task), asked, retain_graph)
             factor = call.known(lambda: times[0])
             grads = call.grads(factor)
             cotangents = call.input_cotangents(self._inputs, factor)
@@ -175,7 +174,3 @@ class PipelinePullback:
         if self._call.line is not None:
             need_constants("pullback", cotangent=cotangent)
         return self._call, cotangent
-
-
-def _goes_back(task: Task) -> bool:
-    return not goes_forward(task)

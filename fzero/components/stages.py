@@ -13,8 +13,7 @@ from fzero.base.arguments import as_float64, wrong
 from fzero.base.follow import root
 from fzero.base.rebound import tensors_held
 from fzero.components.call import Call
-from fzero.components.parts import PerStage, PipelineState
-from fzero.components.places import AllPlaces, tried
+from fzero.components.parts import AllPlaces, PerStage, PipelineState, tried
 from fzero.components.remote.component import RemoteComponent, fetch
 from fzero.components.remote.handle import RemoteState, RemoteTree, squares_on
 from fzero.components.remote.pullback import RemotePasses

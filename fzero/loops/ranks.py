@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from fzero.base import pytree
-from fzero.checkpoint.everyone import Everyone
-from fzero.checkpoint.fill import agreed
+from fzero.checkpoint.fill import Everyone, agreed
 from fzero.comm import backend
 from fzero.comm.axis import Axis
 from fzero.comm.pieces import most

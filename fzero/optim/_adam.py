@@ -140,23 +140,17 @@ class _Adam:
     decoupled: bool
 
     def direction(
-        self, now: Number, count: int, grads: object, mu: object, nu: object, *largest: object
-    ) -> tuple[object, ...]:
-        b1, b2, eps = at(self.b1, count), self.b2, self.eps
-
-        def second(v: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
-            if isinstance(b2, torch.Tensor):
-                return b2 * v + (1 - b2) * g * g
-            return torch.addcmul(b2 * v, g, g, value=1 - b2)
-
-        mu = pytree.map(lambda m, g: mixed(m, g, b1), mu, grads)
-        nu = pytree.map(second, nu, grads)
-        largest = tuple([pytree.map(torch.maximum, most, nu) for most in largest])
-
-        def one(m: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return m * (-now / (1 - b1**count)) / (root(v) * (1 - b2**count) ** -0.5 + eps)
-
-        return (pytree.map(one, mu, *(largest or (nu,))), mu, nu, *largest)
+        self, now: Number, count: int, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor, *largest: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        b1, b2 = at(self.b1, count), self.b2
+        m = mixed(m, g, b1)
+        if isinstance(b2, torch.Tensor):
+            v = b2 * v + (1 - b2) * g * g
+        else:
+            v = torch.addcmul(b2 * v, g, g, value=1 - b2)
+        largest = tuple([torch.maximum(most, v) for most in largest])
+        below = root(largest[0] if largest else v) * (1 - b2**count) ** -0.5 + self.eps
+        return m * (-now / (1 - b1**count)) / below, m, v, *largest
 
     def kernel(
         self,

@@ -12,8 +12,8 @@ from fzero.base.follow import follows, root
 from fzero.optim._whole import whole
 from fzero.optim.base import need_hypers
 from fzero.state.gather import global_norm
-from fzero.state.replicated_to_sharded import to_sharded
 from fzero.state.sharded import Sharded
+from fzero.state.sliced import to_sharded
 from fzero.table.optimizer import GradientTransformation, Number
 
 

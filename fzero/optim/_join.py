@@ -14,7 +14,7 @@ from fzero.base.patterns import matches
 from fzero.comm.backend import finish_all
 from fzero.optim._paused import call_paused, combined
 from fzero.optim._pieces import of_slices
-from fzero.optim.base import Elementwise, call_update, values, written
+from fzero.optim.base import Elementwise, call_update, transformation_of, values, written
 from fzero.state.sharded import Sharded, map_trees
 from fzero.table.optimizer import GradientTransformation, Joined, Number, Paused
 
@@ -40,21 +40,15 @@ def chain(*members: GradientTransformation) -> GradientTransformation:
         raise ValueError("chain: got no members; give at least one GradientTransformation.")
     members = tuple([of_slices(member, "chain", f"member {place}") for place, member in enumerate(members)])
     own, before, last = _Chain(members), members[:-1], members[-1]
-    return GradientTransformation(
-        own.init,
-        own.update,
-        None,
-        own.label,
-        own.metrics,
-        # the norm of the gradients is the first member's: behind it others come in
-        "all" if any(m.needs for m in members[1:]) or any(m.exchanges for m in before) else members[0].needs,
-        all(member.scales for member in members),
-        last.copies or not all(member.scales for member in before),
-        all(member.blank for member in members),
-        sum(member.exchanges for member in members),
-        own.paused,
-        own.combine,
-        elementwise=True,
+    # the norm of the gradients is the first member's: behind it others come in
+    apart = any(m.needs for m in members[1:]) or any(m.exchanges for m in before)
+    return transformation_of(
+        own,
+        needs="all" if apart else members[0].needs,
+        scales=all(member.scales for member in members),
+        copies=last.copies or not all(member.scales for member in before),
+        blank=all(member.blank for member in members),
+        exchanges=sum(member.exchanges for member in members),
     )
 
 
@@ -151,19 +145,12 @@ def partition(optimizers: Mapping[str, GradientTransformation]) -> GradientTrans
         table[pattern] = of_slices(member, "partition", f"optimizers[{pattern!r}]")
 
     own, members = _Partition(table), table.values()
-    return GradientTransformation(
-        own.init,
-        own.update,
-        None,
-        own.label,
-        own.metrics,
-        "all" if any(member.needs for member in members) else "",
+    return transformation_of(
+        own,
+        needs="all" if any(member.needs for member in members) else "",
         copies=any(member.copies for member in members),
         blank=all(member.blank for member in members),
         exchanges=max(member.exchanges for member in members),
-        paused=own.paused,
-        combine=own.combine,
-        elementwise=True,
     )
 
 

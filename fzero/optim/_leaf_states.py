@@ -13,7 +13,7 @@ from fzero.base import private, pytree
 from fzero.base.arguments import named
 from fzero.base.context import during, of_one_leaf, variable
 from fzero.comm.axis import Axis
-from fzero.comm.pieces import start_exchange
+from fzero.comm.pieces import gathered
 from fzero.state.checks import checksum
 from fzero.state.items import NUMBERS
 
@@ -37,23 +37,17 @@ pytree.register(Place, lambda node: ((), (node.number, node.dtype)), lambda own,
 
 def exchanged(axis: Axis, states: Sequence[tuple[int, list[torch.Tensor]]]) -> list[list[torch.Tensor]]:
     """Tensors that each one rank has, on every rank: all have others of the same shapes and dtypes."""
-    sizes = [sum([x.nbytes for rank, own in states if rank == r for x in own]) for r in range(axis.size)]
-    if not any(sizes):
+    of_rank = lambda r: [x for rank, own in states if rank == r for x in own]
+    sizes = [[x.nbytes for x in of_rank(rank)] for rank in range(axis.size)]
+    if not any(map(any, sizes)):
         return [own for _, own in states]
     device = next(x.device for _, own in states for x in own)
-    mine = [x.contiguous().reshape(-1).view(torch.uint8) for rank, own in states if rank == axis.rank for x in own]
-    flat = torch.cat(mine) if mine else torch.empty(0, dtype=torch.uint8, device=device)
-    receive = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
-    start_exchange(axis, [flat] * axis.size, receive, "states of leaves")()
-    at, out = [0] * axis.size, []
-    for rank, own in states:
-        found = []
-        for x in own:
-            part = receive[rank][at[rank] : at[rank] + x.nbytes].clone()  # where it is aligned for its dtype
-            at[rank] += x.nbytes
-            found.append(part.view(x.dtype).view(x.shape))
-        out.append(found)
-    return out
+    mine = [x.contiguous().reshape(-1).view(torch.uint8) for x in of_rank(axis.rank)]
+    flat, totals = torch.cat([torch.empty(0, dtype=torch.uint8, device=device), *mine]), list(map(sum, sizes))
+    every = gathered(axis, flat, 0, totals, "states of leaves").split(totals)
+    parts = [iter(x.split(own)) for x, own in zip(every, sizes, strict=True)]
+    # copied to where they are aligned for their dtypes
+    return [[next(parts[rank]).clone().view(x.dtype).view(x.shape) for x in own] for rank, own in states]
 
 
 def _is_entry(node: object) -> bool:

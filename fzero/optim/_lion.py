@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+
 from fzero.base import pytree
 from fzero.base.arguments import with_betas
 from fzero.formats.ops import Ops
@@ -61,10 +63,10 @@ class _Lion:
     b2: Number
     weight_decay: Number
 
-    def direction(self, now: Number, count: int, grads: object, mu: object) -> tuple[object, object]:
-        b1, b2 = at(self.b1, count), self.b2
-        updates = pytree.map(lambda m, g: -now * mixed(m, g, b1).sign(), mu, grads)
-        return updates, pytree.map(lambda m, g: mixed(m, g, b2), mu, grads)
+    def direction(
+        self, now: Number, count: int, g: torch.Tensor, m: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return -now * mixed(m, g, at(self.b1, count)).sign(), mixed(m, g, self.b2)
 
     def hyper(self, now: float, count: int) -> Sequence[float]:
         b1, b2, decay = map(known, (at(self.b1, count), self.b2, self.weight_decay))

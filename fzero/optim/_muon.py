@@ -18,7 +18,7 @@ from fzero.base.arguments import need_bool, need_int, need_number, renamed, wron
 from fzero.base.follow import is_transformed
 from fzero.kernels.onepass import math_dtype
 from fzero.optim._paused import Steps, run_all, together
-from fzero.optim.base import Rated, known, need_hypers, rate, values, write_values
+from fzero.optim.base import Rated, known, need_hypers, rate, transformation_of, values, write_values
 from fzero.state.moments import zeros_like
 from fzero.state.owners import Leaves, on_every_rank, start_slices, start_whole
 from fzero.state.sharded import Draw, Sharded
@@ -99,18 +99,7 @@ def muon(
     if adjust_lr_fn not in SCALES:
         raise ValueError(f"muon: got adjust_lr_fn={adjust_lr_fn!r}, expected one of {', '.join(map(repr, SCALES))}.")
     own = _Muon(lr, momentum, weight_decay, nesterov, ns_steps, eps, adjust_lr_fn)
-    return GradientTransformation(
-        own.init,
-        own.update,
-        None,
-        own.label,
-        own.metrics,
-        blank=True,
-        exchanges=2,
-        paused=own.paused,
-        combine=own.combine,
-        elementwise=True,
-    )
+    return transformation_of(own, blank=True, exchanges=2)
 
 
 def orthogonal(x: torch.Tensor, steps: int, eps: float) -> torch.Tensor:

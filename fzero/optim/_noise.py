@@ -16,8 +16,8 @@ from fzero.formats.bits import Counters, counters_of, first_of, normal
 from fzero.formats.formats import ALIGN, CHUNK
 from fzero.optim._leaf_states import need_whole_leaves
 from fzero.optim.base import need_hypers
-from fzero.state.replicated_to_sharded import to_sharded
 from fzero.state.sharded import Draw, Sharded
+from fzero.state.sliced import to_sharded
 from fzero.table.layout import Key
 from fzero.table.optimizer import GradientTransformation, Number
 

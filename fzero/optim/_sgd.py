@@ -77,11 +77,13 @@ class _Sgd:
     weight_decay: Number
     nesterov: bool
 
-    def direction(self, now: Number, count: int, grads: object, buffer: object) -> tuple[object, object]:
-        if is_some(self.momentum):
-            buffer = pytree.map(lambda b, g: self.momentum * b + g, buffer, grads)
-            grads = pytree.map(lambda b, g: g + self.momentum * b, buffer, grads) if self.nesterov else buffer
-        return pytree.map(lambda g: -now * g, grads), buffer
+    def direction(
+        self, now: Number, count: int, g: torch.Tensor, b: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if b is not None:
+            b = self.momentum * b + g
+            g = g + self.momentum * b if self.nesterov else b
+        return -now * g, b
 
     def kernel(self, now: float, count: int, p: torch.Tensor, g: torch.Tensor, *buffer: torch.Tensor) -> None:
         """To the bits of torch.optim.SGD."""

@@ -33,12 +33,11 @@ from fzero.optim._leaf_states import (
     with_others,
 )
 from fzero.optim._paused import Steps, run_all, together
-from fzero.optim.base import keywords_of, values, write_values
+from fzero.optim.base import keywords_of, transformation_of, values, write_values
 from fzero.state.moments import copied
 from fzero.state.owners import Leaves, everywhere, joined, on_every_rank, owned, owners, start_slices, start_whole
-from fzero.state.replicated_to_sharded import slice_in
 from fzero.state.sharded import Draw, Sharded
-from fzero.state.sliced import lies_in_slices
+from fzero.state.sliced import lies_in_slices, slice_in
 from fzero.table.layout import Key, Slot
 from fzero.table.needs import need_optimizer
 from fzero.table.optimizer import GradientTransformation, Number, Paused, members_of
@@ -105,18 +104,8 @@ def on_whole_leaves(optimizer: GradientTransformation) -> GradientTransformation
             "Clip before: fz.chain(fz.clip_by_global_norm(1.0), fz.whole(...))."
         )
     own = Whole(optimizer)
-    return GradientTransformation(
-        own.init,
-        own.update,
-        None,
-        own.label,
-        own.metrics if optimizer.metrics else None,
-        needs="norm" if is_others(optimizer.update) and own.taken({"grad_norm": 0}) else "",
-        exchanges=2,
-        paused=own.paused,
-        combine=own.combine,
-        elementwise=True,
-    )
+    needs = "norm" if is_others(optimizer.update) and own.taken({"grad_norm": 0}) else ""
+    return transformation_of(own, metrics=own.metrics if optimizer.metrics else None, needs=needs, exchanges=2)
 
 
 @dataclass(frozen=True)

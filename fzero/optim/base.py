@@ -17,10 +17,10 @@ from fzero.base.follow import any_follows, follows
 from fzero.base.rebound import rebound, tensors_held
 from fzero.formats.bits import Counters
 from fzero.kernels.onepass import Formula, math_dtype, run, write
-from fzero.state.counts import by_counts, spans
+from fzero.state.items import spans
 from fzero.state.moments import zeros_like
-from fzero.state.replicated_to_sharded import cuts, to_sharded
-from fzero.state.sharded import Draw, Sharded, is_sharded, map_trees, together
+from fzero.state.sharded import Draw, Sharded, is_sharded, map_trees
+from fzero.state.sliced import cuts, to_sharded
 from fzero.table.layout import Key
 from fzero.table.needs import is_component, need_rate, need_scalar, numbers_in
 from fzero.table.optimizer import GradientTransformation, Number, Schedule
@@ -28,6 +28,7 @@ from fzero.table.optimizer import GradientTransformation, Number, Schedule
 Tree = TypeVar("Tree")
 Kept = tuple[pytree.Count, *tuple[object, ...]]  # an optimizer's state: applied updates, moments
 _NO_COUNTERS = Counters()
+_METHODS = ("init", "update", "fused", "label", "metrics", "paused", "combine")
 _RANGES: dict[str, Callable[[float], bool]] = {
     "a number in [0, 1)": lambda value: 0.0 <= value < 1.0,
     "a number in [0, 1]": lambda value: 0.0 <= value <= 1.0,
@@ -99,6 +100,12 @@ class Rated:
         return {"lr": rate(self.lr, old[0].value)}
 
 
+def transformation_of(own: object, **more: Any) -> GradientTransformation:
+    """One of fzero's, that takes a step's trees: of an object's methods, those that it has."""
+    methods = {name: getattr(own, name, None) for name in _METHODS}
+    return GradientTransformation(**{**methods, "elementwise": True, **more})  # type: ignore[arg-type]
+
+
 @dataclass(frozen=True)
 class Elementwise(Rated):
     """An optimizer of elementwise formulas, whose moments begin with zeros; as data, so that it can be pickled.
@@ -110,7 +117,7 @@ class Elementwise(Rated):
         lr: learning rate, or a schedule of the number of applied updates. It and other numbers may be 0-d tensors.
         state: `state(count, *moments)`.
         nonnegative: for each moment whether it never is negative.
-        direction: `direction(now, count, grads, *moments) -> (updates, *moments)`, on trees.
+        direction: `direction(now, count, g, *moments) -> (update, *moments)`, of a tensor; a moment may be None.
         formula: `formula(o, h, p, g, *moments) -> (p, *moments)` over the operations of `fzero/formats/ops.py`; h[0]
             multiplies the gradient.
         hyper: `hyper(now, count)`, the numbers h from h[1] on.
@@ -124,7 +131,7 @@ class Elementwise(Rated):
     lr: Number | Schedule
     state: Callable[..., Kept]
     nonnegative: Sequence[bool]
-    direction: Callable[..., tuple[object, ...]]
+    direction: Callable[..., tuple[Any, ...]]
     formula: Formula
     hyper: Callable[[float, int], Sequence[float]]
     kernel: Callable[..., None] | None = None
@@ -152,37 +159,51 @@ class Elementwise(Rated):
 
     @property
     def transformation(self) -> GradientTransformation:
-        return GradientTransformation(
-            self.init, self.update, self.fused, self.label, self.metrics, blank=True, elementwise=True
-        )  # fmt: skip
+        return transformation_of(self, blank=True)
 
     def init(self, params: object) -> Kept:
         return self.state(pytree.Count(0), *[zeros_like(params, flag) for flag in self.nonnegative])
 
     def update(self, grads: object, old: Kept, params: object = None, **extra: object) -> tuple[object, Kept]:
-        now = rate(self.lr, old[0].value)
-        if not isinstance(grads, Sharded) or not cuts(grads) or not any_follows((now, *self._tensors)):
-            return self._update(grads, old, params)
-        # each group by itself, as its slices say over which ranks the cotangents of numbers are summed; a schedule is
-        # asked before: what it computes with all ranks have alike
-        own, parts = dataclasses.replace(self, lr=now), list[tuple[object, ...]]()
-        for key in grads.groups:
-            here = rebound(own, lambda x, key=key: to_sharded(grads, key, x) if follows(x) else x)
-            g, *kept, p = [x.only([key]) if isinstance(x, Sharded) else x for x in (grads, *old[1:], params)]
-            updates, new = here._update(g, self.state(old[0], *kept), p)
-            parts.append((updates, *new[1:]))
-        columns = zip(*parts, strict=True)
-        updates, *moments = [together(trees) if is_sharded(trees[0]) else trees[0] for trees in columns]
-        return updates, self.state(old[0].next(), *moments)
+        now, trees = rate(self.lr, old[0].value), (grads, params, *old[1:])
+        if isinstance(grads, Sharded):
+            keys, made = grads.groups, [self._of_group(now, old[0], key, grads, trees) for key in grads.groups]
+            tree_of = lambda like, buffers: like.over(dict(zip(keys, buffers, strict=True)))
+        else:
+            (paths, leaves, spec), own = pytree.named_leaves(grads), old[0].own()
+            columns = [[None] * len(leaves) if x is None else pytree.flatten(x)[0] for x in trees]
+            made = [self._of_tensor(now, own(path) + 1, *x) for path, *x in zip(paths, *columns, strict=True)]
+            tree_of = lambda _, leaves: pytree.unflatten(spec, leaves)
+        made_of = lambda i, like: None if like is None else tree_of(like, [each[i] for each in made])
+        out = [made_of(i, like) for i, like in enumerate((grads, *old[1:]))]
+        return out[0], self.state(old[0].next(), *out[1:])
 
-    def _update(self, grads: object, old: Kept, params: object) -> tuple[object, Kept]:
-        now = rate(self.lr, old[0].value)
-        if is_some(self.coupled):
-            grads = pytree.map(lambda g, p: g + self.coupled * p, grads, params)
-        updates, *moments = by_counts(old[0], functools.partial(self.direction, now), grads, *old[1:])
-        if is_some(self.decoupled):
-            updates = pytree.map(lambda u, p: less(u, now * self.decoupled, p), updates, params)
-        return updates, self.state(old[0].next(), *moments)
+    def _of_group(
+        self, now: Number, count: pytree.Count, key: Key, grads: Sharded, trees: Sequence[object]
+    ) -> Sequence[torch.Tensor | None]:
+        """This rank's slice of a group's update and moments, of leaves with other counts each by its own."""
+        own: Any = self
+        if cuts(grads) and any_follows((now, *self._tensors)):
+            # over which ranks the cotangents of numbers are summed is the group's; a schedule was asked before: what it
+            # computes with all ranks have alike
+            own = dataclasses.replace(self, lr=now)
+            own = rebound(own, lambda x: to_sharded(grads, key, x) if follows(x) else x)
+            now = own.lr
+        slices, parts = [x.local(key) if isinstance(x, Sharded) else None for x in trees], spans(count, grads, key)
+        made = {missed: own._of_tensor(now, count.value - missed + 1, *slices) for *_, missed in parts}
+        if len(made) == 1:
+            return made[parts[0][2]]
+        columns = zip(*[made[missed] for *_, missed in parts], strict=True)
+        cut = lambda each: torch.cat([x[a:b] for x, (a, b, _) in zip(each, parts, strict=True)])
+        return [None if each[0] is None else cut(each) for each in columns]
+
+    def _of_tensor(
+        self, now: Number, count: int, g: torch.Tensor, p: torch.Tensor, *moments: torch.Tensor | None
+    ) -> Sequence[torch.Tensor | None]:
+        """The update of a tensor, and its moments."""
+        g = g + self.coupled * p if is_some(self.coupled) else g
+        update, *new = self.direction(now, count, g, *moments)
+        return less(update, now * self.decoupled, p) if is_some(self.decoupled) else update, *new
 
     def fused(self, params: Sharded, grads: Sharded, old: Kept) -> Kept:
         if self._tensors:

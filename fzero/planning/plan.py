@@ -21,12 +21,22 @@ from fzero.parallel.check import sent_by
 from fzero.planning import traffic
 from fzero.planning.activations import Activations, activation_lines, activations_of, without_axis
 from fzero.planning.bandwidth import Bandwidth, need_bandwidth
-from fzero.planning.turns import Turn, turn_lines, turns_of
 from fzero.planning.update import Taken, taken
-from fzero.planning.words import HEAD, by_name, cells, sent_as, table
+from fzero.planning.words import (
+    HEAD,
+    OF_PARAMS,
+    Sent,
+    Turn,
+    by_name,
+    cells,
+    sent_as,
+    sent_of,
+    table,
+    turn_lines,
+    turns_of,
+)
 from fzero.state.init import leaf_specs
 from fzero.state.moments import filled
-from fzero.state.sent import OF_PARAMS, Sent, sent_of
 from fzero.state.sharded import Sharded
 from fzero.stores.put import DEVICE, HOST
 from fzero.table.layout import Layout

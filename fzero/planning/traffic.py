@@ -14,9 +14,9 @@ from fzero.base.norms import ROW, ROWS
 from fzero.base.patterns import ROOT
 from fzero.formats.formats import Format, Plain
 from fzero.planning.update import Taken
+from fzero.planning.words import uses_of
 from fzero.state.moments import init_extras, init_moments
 from fzero.state.placing import memory_of
-from fzero.state.sent import uses_of
 from fzero.state.sharded import Sharded, group_of, is_sharded, trees_of
 from fzero.stores.blocks import rounded
 from fzero.stores.put import DEVICE, HOST, name_of

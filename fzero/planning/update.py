@@ -18,11 +18,11 @@ from fzero.base import pytree, thread_state
 from fzero.comm.alone import Alone
 from fzero.kernels.onepass import LARGE
 from fzero.planning.live import LiveBytes
-from fzero.state.leaf_norms import metric
+from fzero.planning.words import Sent, round_a_ring
 from fzero.state.moments import filled, init_extras, init_moments, next_extra
 from fzero.state.owners import owners
-from fzero.state.sent import Sent, round_a_ring
 from fzero.state.sharded import Sharded, trees_of
+from fzero.state.squares import metric
 from fzero.state.train_state import TrainState
 from fzero.table.layout import Key, Layout
 from fzero.table.ranks import Ranks, joined

@@ -17,9 +17,9 @@ from fzero.comm.axis import Axis
 from fzero.formats.formats import encode
 from fzero.state.checks import begins_with, checksums, goes_on, need_derivative
 from fzero.state.moments import init_extras, init_moments
-from fzero.state.replicated_to_sharded import cuts, held_of, slice_in
 from fzero.state.scatter import cut
 from fzero.state.sharded import Sharded, part_names, trees_of
+from fzero.state.sliced import cuts, held_of, slice_in
 from fzero.state.train_state import TrainState
 from fzero.stores.away import Buffer
 from fzero.stores.put import name_of, put

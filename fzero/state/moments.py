@@ -10,7 +10,7 @@ import torch
 from fzero.base import private, pytree
 from fzero.base.rebound import is_others
 from fzero.formats.formats import zeros
-from fzero.state.counts import counted
+from fzero.state.items import counted
 from fzero.state.placing import placed
 from fzero.state.sharded import Sharded, entries_of, is_sharded, map_trees, part_names, trees_of
 from fzero.stores.away import Buffer

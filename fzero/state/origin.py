@@ -12,13 +12,11 @@ import torch
 from fzero.base import pytree
 from fzero.comm.axis import Axis
 from fzero.formats.formats import Format, decode, encode, entries, zeros
-from fzero.state.counts import counted
-from fzero.state.items import Item, entry_of, escaped, items_in, leaf_of, of_one_leaf, refilled
+from fzero.state.items import Item, counted, entry_of, escaped, items_in, leaf_of, of_one_leaf, refilled
 from fzero.state.moments import init_extras, init_moments
 from fzero.state.placing import memory_of, settle
-from fzero.state.regrouped import Source, keep_blocks, regroup, wide
 from fzero.state.sharded import Sharded, is_sharded
-from fzero.state.sliced import lies_in_slices, sliced_in
+from fzero.state.sliced import Sliced, keep_blocks, lies_in_slices, regroup, sliced_in, wide
 from fzero.state.train_state import grads_like
 from fzero.stores.away import Buffer, tensor_of
 from fzero.stores.put import DEVICE
@@ -53,8 +51,28 @@ class Origin:
     def meet(self, moments: Sequence[Item]) -> None:
         """Told of the moments that the step keeps, before it asks for any."""
 
-    def tree(self, name: str) -> Source:
-        """The values of a tree."""
+    def format(self, name: str, path: str) -> Format | None:
+        """What a leaf of a tree is stored as; None where there is none."""
+        raise NotImplementedError
+
+    def sliced(self, name: str, path: str) -> Sliced | None:
+        """How a leaf that there is is cut into slices; None where it is whole."""
+        return None
+
+    def read(
+        self, name: str, path: str, start: int, stop: int, into: Sequence[torch.Tensor] | None, rank: int = 0
+    ) -> Sequence[torch.Tensor]:
+        """The parts of elements [start, stop) of a slice of a leaf, or of the whole leaf; the range may be empty.
+
+        Every rank asks for its range of every leaf, in the same order; and at least once for something of each slice
+        where it needs another one than that of its own number.
+
+        Args:
+            start: a multiple of 64 where elements share an entry of a part.
+            into: where they may be written, of exactly their sizes, until `wait` returns; what is returned without it
+                has arrived.
+            rank: which slice.
+        """
         raise NotImplementedError
 
     def wait(self) -> None:
@@ -67,16 +85,6 @@ class Origin:
     def value(self, name: str) -> object:
         """A tensor or a number."""
         raise NotImplementedError
-
-
-class _Taken:
-    """A source of which only some leaves are taken."""
-
-    def __init__(self, source: Source, taken: frozenset[str]) -> None:
-        self._source, self._taken, self.read, self.sliced = source, taken, source.read, source.sliced
-
-    def format(self, path: str) -> Format | None:
-        return self._source.format(path) if path in self._taken else None
 
 
 @dataclass(frozen=True)
@@ -165,7 +173,7 @@ class Move:
 
     def _has(self, name: str, path: str) -> bool:
         """Whether the moments of a leaf are taken, and there are some."""
-        return self._takes(path) and name in self.origin.kinds and self.origin.tree(name).format(path) is not None
+        return name in self.origin.kinds and self._format(name, path) is not None
 
     def _first(self, item: Item) -> object:
         """What a leaf begins with by itself, of which a schedule goes by the run's count."""
@@ -211,8 +219,7 @@ class Move:
         met.append(item.name)
         if is_sharded(own):
             if have == "values" and entry:  # of which no table says the dtype
-                source = self._source(item.name, own, ())
-                own = own.with_buffers({key: _like(source, own, key) for key in own.groups})
+                own = own.with_buffers({key: self._like(item.name, own, key) for key in own.groups})
             return self._tree(own, own.groups, item.name, kind, own).replaced(scale=self.origin.scale(item.name))
         value = self.origin.value(item.name)
         if isinstance(value, torch.Tensor):
@@ -230,11 +237,11 @@ class Move:
         """Refuses moments that another member of a partition has kept so far: in the step's own they would be zero."""
         trees = {item.name: item.value for item in items if is_sharded(item.value) and item.name in self.origin.kinds}
         for name, tree in trees.items():
-            source, word = self.origin.tree(name), name.rpartition(".")[2]
+            word = name.rpartition(".")[2]
             others = [other for other in trees if other != name and other.rpartition(".")[2] == word]
-            lost = [path for path in tree if others and self._takes(path) and source.format(path) is None]
+            lost = [path for path in tree if others and self._takes(path) and not self._has(name, path)]
             for path, other in itertools.product(lost, others):
-                if self.origin.tree(other).format(path) is not None:
+                if self._has(other, path):
                     raise ValueError(
                         f"{self.origin.place}: leaf {path!r} has its moments in state.{other}, and the step keeps them "
                         f"in state.{name}. Use the partition it was made with, or begin anew from the params, with "
@@ -244,13 +251,17 @@ class Move:
     def _takes(self, path: str) -> bool:
         return self.taken is None or path in self.taken
 
+    def _format(self, name: str, path: str) -> Format | None:
+        """What a leaf that is taken is stored as in the origin."""
+        return self.origin.format(name, path) if self._takes(path) else None
+
     def _tree(self, tree: Sharded, keys: Collection[Key], name: str, kind: str | None, base: Sharded | None) -> Sharded:
         """Some groups of a tree, filled; in the memory for a kind of state."""
         buffers = dict[object, Buffer]()
-        source = self._source(name, tree, keys)
+        self._need_kept(name, tree, keys)
         for key in keys:
             waits = kind == "params" and tree.layout.groups[key].row.held  # to be gathered
-            parts = self._settled(tree, key, None if waits else kind, self._filled(tree, key, source, base))
+            parts = self._settled(tree, key, None if waits else kind, self._filled(tree, key, name, base))
             buffers.update(zip(tree.names(key), parts, strict=True))
         self.origin.wait()
         return tree.over(buffers)
@@ -264,13 +275,12 @@ class Move:
         there = [part.to(self.device) for part in parts]
         return [*there] if kind is None else [settle(tree, key, kind, part) for part in there]
 
-    def _source(self, name: str, tree: Sharded, keys: Collection[Key]) -> Source:
-        """The source of a tree, from which nothing is rounded that may not be."""
-        source = self.origin.tree(name)
-        source = source if self.taken is None else _Taken(source, self.taken)
-        for key, slot in [(own, slot) for own in keys for slot in tree.layout.groups[own].slots]:
-            form, have = tree.format(key), source.format(slot.path)
-            if have is None or self.lossy:
+    def _need_kept(self, name: str, tree: Sharded, keys: Collection[Key]) -> None:
+        """Refuses to round what may not be."""
+        slots = [(own, slot) for own in keys for slot in tree.layout.groups[own].slots]
+        for key, slot in slots if not self.lossy else ():
+            form, have = tree.format(key), self._format(name, slot.path)
+            if have is None:
                 continue
             if not form.keeps(have):
                 what = name.split(".")[0] if name.split(".")[0] != "extra" else f"state.{name}"
@@ -279,7 +289,7 @@ class Move:
                     f"rounded to {form}. Say {self.origin.call} to round them to nearest, or use a step whose policy "
                     "keeps them, such as fz.Policy.exact()."
                 )
-            old, new = source.sliced(slot.path), sliced_in(tree.layout, slot.leaf)
+            old, new = self.origin.sliced(name, slot.path), sliced_in(tree.layout, slot.leaf)
             if old != new and form.group > 1 and not keep_blocks(tree.layout.rows[slot.leaf].shape, old, new):
                 raise ValueError(
                     f"{self.origin.place}: state.{name} of leaf {slot.path!r} is stored as {have}, with a scale for "
@@ -288,20 +298,19 @@ class Move:
                     f"{self.origin.call} to round to nearest, or cut the leaf in pieces of whole scales, with "
                     "fz.parallel.cut(dim, multiple=...)."
                 )
-        return source
 
-    def _filled(self, tree: Sharded, key: Key, source: Source, base: Sharded | None) -> list[torch.Tensor]:
-        """The parts of this rank's slice of a group; leaves that the source lacks are those of `base`, or zero."""
+    def _filled(self, tree: Sharded, key: Key, name: str, base: Sharded | None) -> list[torch.Tensor]:
+        """The parts of this rank's slice of a group; leaves that the origin lacks are those of `base`, or zero."""
         form, size, slots = tree.format(key), tree.layout.shard_numel(key), tree.layout.groups[key].slots
         low, device = tree.rank_of(key) * size, self.origin.device
-        whole = all(source.format(slot.path) is not None for slot in slots)
+        whole = all(self._format(name, slot.path) is not None for slot in slots)
         if base is None or base.placed(key).device.type == "meta" or (whole and base.placed(key).away):
             out = list(zeros(form, size, device))
         else:  # what begins at zero is written over; what the optimizer made of the params may be the params
             out = [part.to(device) for part in base.stored(key).parts]
             out = out if base.kind in ("signed", "nonnegative") else [part.clone() for part in out]
         for slot in slots:
-            have = source.format(slot.path)
+            have = self._format(name, slot.path)
             if have is None:
                 continue
             start, stop = max(low, slot.offset), min(low + size, slot.offset + slot.numel)
@@ -312,12 +321,13 @@ class Move:
                 target[at // part.every :][: entries(form, part, last - first)]
                 for part, target in zip(form.parts, out, strict=True)
             ]
-            alike, old, new = have.parts == form.parts, source.sliced(slot.path), sliced_in(tree.layout, slot.leaf)
-            if old != new:
-                regroup(form, have, tree.layout, slot, source, first, last, into)
+            alike, new = have.parts == form.parts, sliced_in(tree.layout, slot.leaf)
+            if (old := self.origin.sliced(name, slot.path)) != new:
+                read = lambda rank, count, path=slot.path: self.origin.read(name, path, 0, count, None, rank)
+                regroup(form, have, tree.layout, slot, old, read, first, last, into)
                 continue
             rank = tree.layout.tensor[0] if new is not None else 0
-            got = source.read(slot.path, first, last, into if alike else None, rank)
+            got = self.origin.read(name, slot.path, first, last, into if alike else None, rank)
             if first == last:
                 continue
             if not alike:
@@ -327,9 +337,8 @@ class Move:
                     target.copy_(value[: target.numel()])
         return out
 
-
-def _like(source: Source, tree: Sharded, key: Key) -> torch.Tensor:
-    """A group's values in a dtype that keeps those of a source."""
-    forms = [source.format(slot.path) for slot in tree.layout.groups[key].slots]
-    dtypes = [form.dtype for form in forms if form is not None]
-    return tree.local(key).to(functools.reduce(torch.promote_types, dtypes)) if dtypes else tree.local(key)
+    def _like(self, name: str, tree: Sharded, key: Key) -> torch.Tensor:
+        """A group's values in a dtype that keeps those of the origin."""
+        forms = [self._format(name, slot.path) for slot in tree.layout.groups[key].slots]
+        dtypes = [form.dtype for form in forms if form is not None]
+        return tree.local(key).to(functools.reduce(torch.promote_types, dtypes)) if dtypes else tree.local(key)

@@ -11,9 +11,8 @@ from fzero.base.follow import follows
 from fzero.comm.axis import Axis
 from fzero.comm.linear import Wire
 from fzero.comm.pieces import start_exchange
-from fzero.state.replicated_to_sharded import slice_in
 from fzero.state.sharded import Sharded
-from fzero.state.sliced import slice_of, whole_of
+from fzero.state.sliced import slice_in, slice_of, whole_of
 from fzero.table.layout import Key, Layout, Slot
 
 Leaves = dict[int, torch.Tensor]  # leaf -> the whole of it

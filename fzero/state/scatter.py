@@ -15,10 +15,8 @@ from fzero.formats.formats import Format, Grouped, Plain, encode
 from fzero.kernels.onepass import math_dtype
 from fzero.state.beyond import Distant, here
 from fzero.state.checks import checksums, open_to_transforms
-from fzero.state.regrouped import codes_of
-from fzero.state.replicated_to_sharded import held_of, slice_in
 from fzero.state.sharded import Sharded, check_buffers, entries_of, is_item, is_sharded
-from fzero.state.sliced import slice_of
+from fzero.state.sliced import codes_of, held_of, slice_in, slice_of
 from fzero.stores.away import Buffer
 from fzero.stores.put import put_again
 from fzero.table.layout import Key

@@ -116,14 +116,12 @@ def write(handle: Handle, memory: Memory, begin: int, end: int) -> None:
         OSError: it could not be written.
     """
     straight, rest = _split(handle, memory, begin, end)
-    assert rest <= CHUNK
-    if rest:
+    done = _through(os.pwritev, handle, memory.bytes[begin : begin + straight], begin)
+    if rest and done == straight:
         copy(_bounce.address, memory.address + begin + straight, rest)
         ctypes.memset(_bounce.address + rest, 0, rounded(rest) - rest)
-    buffers = _buffers(memory, begin, straight, rest)
-    wanted = sum(map(len, buffers))
-    done = _move(os.pwritev, handle, buffers, begin)
-    if done < wanted:
+        done += _through(os.pwritev, handle, _bounce.bytes[: rounded(rest)], begin + straight)
+    if done < (wanted := straight + rounded(rest)):
         raise OSError(f"only {done} of {wanted} bytes were taken")
 
 
@@ -134,11 +132,12 @@ def read(handle: Handle, memory: Memory, begin: int, end: int) -> int:
         OSError: it could not be read.
     """
     straight, rest = _split(handle, memory, begin, end)
-    assert rest <= CHUNK
-    done = _move(os.preadv, handle, _buffers(memory, begin, straight, rest), begin)
-    if rest and done > straight:
-        copy(memory.address + begin + straight, _bounce.address, min(rest, done - straight))
-    return min(done, end - begin)
+    done = _through(os.preadv, handle, memory.bytes[begin : begin + straight], begin)
+    if rest and done == straight:
+        got = min(rest, _through(os.preadv, handle, _bounce.bytes[: rounded(rest)], begin + straight))
+        copy(memory.address + begin + straight, _bounce.address, got)
+        done += got
+    return done
 
 
 def _split(handle: Handle, memory: Memory, begin: int, end: int) -> tuple[int, int]:
@@ -147,32 +146,15 @@ def _split(handle: Handle, memory: Memory, begin: int, end: int) -> tuple[int, i
     if not handle.direct:
         return length, 0
     straight = length // BLOCK * BLOCK if memory.address % BLOCK == 0 else 0
+    assert length - straight <= CHUNK
     return straight, length - straight
 
 
-def _buffers(memory: Memory, begin: int, straight: int, rest: int) -> list[memoryview]:
-    buffers = [memory.bytes[begin : begin + straight]] if straight else []
-    return [*buffers, _bounce.bytes[: rounded(rest)]] if rest else buffers
-
-
-def _move(call: _Call, handle: Handle, buffers: list[memoryview], offset: int) -> int:
-    """Calls until all buffers are through, or the file ends; returns how many bytes were moved."""
-    done, total = 0, sum(map(len, buffers))
-    while done < total:
-        moved = call(handle.descriptor, _from(buffers, done), offset + done)
-        if moved == 0:
-            break
+def _through(call: _Call, handle: Handle, buffer: memoryview, offset: int) -> int:
+    """Calls until a buffer is through, or the file ends; returns how many bytes were moved."""
+    done = 0
+    while done < len(buffer) and (moved := call(handle.descriptor, [buffer[done:]], offset + done)):
         done += moved
         if handle.direct and done % _SECTOR:  # the file ends there
             break
     return done
-
-
-def _from(buffers: list[memoryview], done: int) -> list[memoryview]:
-    """What is left of buffers behind their first bytes."""
-    left = []
-    for buffer in buffers:
-        if done < len(buffer):
-            left.append(buffer[done:])
-        done = max(done - len(buffer), 0)
-    return left

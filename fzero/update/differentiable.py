@@ -15,13 +15,12 @@ from fzero.base.rebound import is_others, tensors_reached
 from fzero.base.thread_state import only_maps
 from fzero.optim.base import call_update, values
 from fzero.state.checks import check_values, transform_of
-from fzero.state.counts import trained_moments, with_kept_moments
 from fzero.state.gather import squares_in
-from fzero.state.leaf_norms import metric
+from fzero.state.items import trained_moments, with_kept_moments
 from fzero.state.moments import copied, next_extra
-from fzero.state.replicated_to_sharded import cuts, held_of
 from fzero.state.sharded import Draw, Sharded, is_item, is_sharded, map_trees
-from fzero.state.squares import squares_of
+from fzero.state.sliced import cuts, held_of
+from fzero.state.squares import metric, squares_of
 from fzero.state.train_state import TrainState
 from fzero.table.spec import LEAF_NORMS, Extra, Spec
 from fzero.update.writing import changed

@@ -21,15 +21,13 @@ from fzero.optim._paused import Running, call_paused, combined, finished
 from fzero.optim.base import values
 from fzero.state.checks import follows_step
 from fzero.state.gather import squares_in
-from fzero.state.leaf_norms import metric
 from fzero.state.moments import next_extra
 from fzero.state.placing import memory_of
 from fzero.state.sharded import Draw, Sharded, entries_of, is_sharded, map_trees, trees_of
-from fzero.state.squares import LeafSquares, need_alike_beside
+from fzero.state.squares import LeafSquares, metric, need_alike_beside
 from fzero.state.train_state import TrainState, being_saved
 from fzero.stores.away import Away, donated_to
-from fzero.stores.host import HostBuffer
-from fzero.stores.put import HOST
+from fzero.stores.put import HOST, HostBuffer
 from fzero.table.layout import Key, Layout
 from fzero.table.optimizer import Paused
 from fzero.table.spec import LEAF_NORMS, Spec

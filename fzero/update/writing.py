@@ -135,11 +135,6 @@ def due(step: Spec, state: TrainState) -> list[Extra]:
     return [extra for extra in step.extras if extra.is_due(state.step + 1)]
 
 
-def draw_of(state: TrainState, extra: Extra) -> Draw:
-    """What the changed params are rounded with: bits of their own, as the update's have decided what is changed."""
-    return Draw(Seeds(state.seed, *extra.name.encode()).next(), state.step)
-
-
 def changed(extra: Extra, value: Sharded, params: Sharded) -> tuple[Sharded, Sharded]:
     """The entry and the params to go on with, values of the same groups."""
     assert extra.changes is not None
@@ -168,7 +163,8 @@ class Entry:
     def __init__(
         self, extra: Extra, state: TrainState, donates: bool, copied: Callable[[str], None], host: Collection[Key]
     ) -> None:
-        self.extra, self._draw = extra, draw_of(state, extra)
+        # what params are rounded with that it changes: bits of their own, as the update's have decided what is changed
+        self.extra, self._draw = extra, Draw(Seeds(state.seed, *extra.name.encode()).next(), state.step)
         self.writing = Writing(state.extra[extra.name], "moments", donates, copied, host)
 
     def write(self, keys: Sequence[Key], own: Sharded) -> None:

@@ -14,7 +14,8 @@ import torch
 from channel_peers import KINDS, TOKEN, descriptors, over_tcp, pair, soon
 from nightly import in_turns
 
-from fzero.channels import Closed, Listener, Refused, TimedOut, connect, handshake
+from fzero.channels import Closed, Listener, Refused, TimedOut, connect
+from fzero.channels import listener as handshake
 
 
 def refused(caplog: pytest.LogCaptureFixture, words: str) -> bool:

@@ -16,8 +16,7 @@ from nightly import in_turns
 
 import fzero as fz
 from fzero.checkpoint import remote
-from fzero.checkpoint.files import Folder
-from fzero.checkpoint.folder import LOCK, NAME
+from fzero.checkpoint.files import LOCK, NAME, Folder
 from fzero.checkpoint.remote import Remote
 from fzero.testing import assert_trees_equal, run_ranks
 

@@ -22,7 +22,7 @@ import fzero as fz
 from fzero.formats.bits import Counters
 from fzero.formats.formats import Companded, Corrected, Exact, Format, Stored, decode, zeros
 from fzero.kernels.onepass import write
-from fzero.state.regrouped import codes_of
+from fzero.state.sliced import codes_of
 from fzero.testing import assert_no_alias, assert_trees_close, assert_trees_equal, run_ranks
 
 OPTIMIZERS: dict[str, Callable[[], Any]] = {

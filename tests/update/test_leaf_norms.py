@@ -13,7 +13,7 @@ from nightly import by_day, in_turns
 
 import fzero as fz
 from fzero.base import pytree
-from fzero.state.leaf_norms import moments_by_name
+from fzero.state.squares import moments_by_name
 from fzero.testing import assert_trees_equal, run_ranks, strategies
 
 F32, F64 = torch.float32, torch.float64

@@ -9,12 +9,11 @@ import torch
 
 from fzero.base import pytree
 from fzero.base.arguments import need_bool, need_int, need_str
-from fzero.checkpoint.choice import Wanted
 from fzero.checkpoint.files import folder_of
-from fzero.compat.names import Names, by_path, need_names, paths_of
+from fzero.checkpoint.fill import Wanted
 from fzero.compat.partitions import Spread, saved
 from fzero.compat.pickles import verify
-from fzero.compat.trees import Others, loaded, one_count
+from fzero.compat.trees import Names, Others, by_path, loaded, need_names, one_count, paths_of
 from fzero.state.train_state import TrainState
 from fzero.table.spec import Spec, need_step
 

@@ -17,7 +17,7 @@ from fzero.comm.axis import Axis
 from fzero.components.remote.link import Place, Settings
 from fzero.components.remote.part import Part
 from fzero.components.remote.specs import axes_of, dims_by_leaf, need_axes
-from fzero.components.remote.streams import device_of
+from fzero.components.remote.values import device_of
 from fzero.engine.carry import refuse_carry
 from fzero.table.placements import Cut, Mark, noting
 from fzero.table.spec import Spec

@@ -89,7 +89,8 @@ class RemoteComponent:
         Returns:
             `(outputs, pullback)`, or `(outputs, pullback, aux)` if the step has aux.
         """
-        own = need_argnums(argnums, _stood_for(inputs))
+        nothing = torch.empty(0, device="cpu")  # in place of handles, for a check that looks for tensors
+        own = need_argnums(argnums, [pytree.map(lambda x: nothing if is_value(x) else x, tree) for tree in inputs])
         options = {"argnums": own, "rng": need_int(rng, "vjp", "rng")}
         given = inputs_for(self.group, inputs, "vjp")
         made, trees = self.called("vjp", {"state": state}, options, given, own)
@@ -224,12 +225,6 @@ class RemoteComponent:
 def _metrics(made: Made, skeletons: Sequence[Skeleton]) -> dict[str, Any]:
     metrics, *aux = handles(made, skeletons)
     return {**metrics, **({"aux": aux[0]} if aux else {})}
-
-
-def _stood_for(inputs: Sequence[object]) -> list[object]:
-    """Inputs with a tensor in place of each handle, for checks that look for tensors."""
-    nothing = torch.empty(0, device="cpu")
-    return [pytree.map(lambda x: nothing if is_value(x) else x, tree) for tree in inputs]
 
 
 def fetch(tree: Any) -> Any:

@@ -17,12 +17,11 @@ from typing import Any
 import torch
 
 from fzero.base.interrupts import kept_back
-from fzero.components.remote.digests import Digest, apart, unlike
 from fzero.components.remote.failure import ComponentDied, Failed, Failure, error_of, first_of, left_waiting
 from fzero.components.remote.layout import Layout
 from fzero.components.remote.link import NOTICED, Arguments, Link, Message, Place, Settings
 from fzero.components.remote.pull import Leaf, Puller, Table, whole
-from fzero.components.remote.values import Name
+from fzero.components.remote.values import Digest, Name, apart, unlike
 
 Starts = Callable[[Callable[..., object]], Sequence[Link]]
 GRACE = 2.0  # seconds that a rank has to end by itself

@@ -14,15 +14,13 @@ import torch
 from fzero.base import pytree
 from fzero.comm.divergence import checked_collectives, recorded_collectives
 from fzero.components.remote import verbs
-from fzero.components.remote.arrivals import bring_inputs, brought_cotangent
 from fzero.components.remote.building import built_by
-from fzero.components.remote.digests import digest_of
 from fzero.components.remote.failure import Failed, Failure, failure_of, first_of, left_waiting
 from fzero.components.remote.link import NOTICED, Arguments, Kept, Message, Place, Settings
+from fzero.components.remote.operands import bring_inputs, brought_cotangent
 from fzero.components.remote.part import Operands, Part, Pulled
 from fzero.components.remote.pull import Puller
-from fzero.components.remote.streams import Bringing, device_of, used_here
-from fzero.components.remote.values import Box, Meta, Name, Record, Values
+from fzero.components.remote.values import Box, Bringing, Meta, Name, Record, Values, device_of, digest_of, used_here
 
 AHEAD = 4  # calls whose operands are brought while an earlier one computes
 

@@ -17,7 +17,7 @@ from typing import Any
 from fzero.channels import Address, Listener
 from fzero.comm import backend
 from fzero.components.remote.link import Link, Settings
-from fzero.components.remote.linked import ChannelLink, Heard, serve, take_all, weakly
+from fzero.components.remote.processes import ChannelLink, Heard, serve, take_all, weakly
 
 OPTIONS = {"resources", "strategy", "runtime_env"}
 

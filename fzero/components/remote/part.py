@@ -17,11 +17,10 @@ from typing import Any
 import torch
 
 from fzero.base import pytree
-from fzero.components.remote.digests import digest_of
 from fzero.components.remote.layout import Layout
 from fzero.components.remote.link import Place
 from fzero.components.remote.specs import Dims, axes_of, dims_by_leaf, need_dims
-from fzero.components.remote.values import Name, Piece
+from fzero.components.remote.values import Name, Piece, digest_of
 from fzero.components.remote.wire import LEAF, Packed, Skeleton, Slot, slots_of
 from fzero.state.sharded import Sharded
 

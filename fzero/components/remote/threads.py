@@ -20,7 +20,7 @@ from fzero.components.remote.building import join_group
 from fzero.components.remote.failure import Failure, said_of, trace_of
 from fzero.components.remote.host import Host, Order
 from fzero.components.remote.link import Link, Message, Settings
-from fzero.components.remote.linked import weakly
+from fzero.components.remote.processes import weakly
 from fzero.components.remote.server import Server
 
 

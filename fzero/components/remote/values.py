@@ -1,18 +1,136 @@
-"""The values that lie on one rank, by the calls that make them."""
+"""The values that lie on one rank, by the calls that make them, and sums by which ranks see that they have the same."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
 
-from fzero.components.remote.digests import Digest
+from fzero.base import pytree
 from fzero.components.remote.failure import Failed, Failure
 from fzero.components.remote.specs import Dims
-from fzero.components.remote.streams import made_here, wait_for
+
+Digest = tuple[float, float, float]  # the sum, the norm of the elements, and how near sums must be, relative to it
+_WIDTH = 1024  # elements that are summed as a product with one vector
+
+
+def digest_of(x: torch.Tensor) -> Digest:
+    """The sum of all elements of a tensor, each taken times a weight of its own: in another order it is another one.
+
+    Ranks that compute the same have the same bits, but for rounding on processors that differ.
+    """
+    with torch.no_grad():
+        x = pytree.as_reals(x.detach())
+        near = {8: 1e-10, 4: 1e-5}.get(x.element_size(), 1e-2) if x.is_floating_point() else 0.0
+        if x.dtype not in (torch.float32, torch.float64):
+            x = x.to(torch.float32 if x.is_floating_point() else torch.float64)
+        flat = x.reshape(-1)
+        parts, level = flat, 0
+        while level == 0 or parts.numel() > 1:
+            parts, level = _products(parts, _weights(level, parts.dtype, parts.device)).double(), level + 1
+        return float(parts.sum()), float(torch.linalg.vector_norm(flat)), near
+
+
+def _products(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The products with some weights of each as many elements, and of those that are left."""
+    rows = x.numel() // _WIDTH
+    body, rest = x[: rows * _WIDTH].view(rows, _WIDTH), x[rows * _WIDTH :]
+    return torch.cat([body @ weights, (rest @ weights[: rest.numel()])[None]])
+
+
+@functools.lru_cache(64)
+def _weights(level: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Numbers of both signs from 0.5 to 1, others at each level."""
+    places = torch.arange(1, _WIDTH + 1, dtype=torch.float64, device=device) + 5000 * level
+    signs = torch.where((places * 2**0.5).frac() < 0.5, -1.0, 1.0)
+    return (signs * (0.5 + (places * (5**0.5 / 2)).frac() / 2)).to(dtype)
+
+
+def apart(digests: Iterable[tuple[Hashable, Digest]]) -> tuple[Hashable, list[float]] | None:
+    """The first of what ranks should have alike that they have not, and its sums; None where all is alike."""
+    found: dict[Hashable, list[Digest]] = {}
+    for name, digest in digests:
+        found.setdefault(name, []).append(digest)
+    for name, own in found.items():
+        first = own[0]
+        if not all(is_close(each, first) for each in own[1:]):
+            return name, [each[0] for each in own]
+    return None
+
+
+def is_close(one: Digest, other: Digest) -> bool:
+    """Tells whether two tensors of one shape are the same but for rounding, by their digests."""
+    wild = [not math.isfinite(total) for total, *_ in (one, other)]
+    return all(wild) or (not any(wild) and abs(one[0] - other[0]) <= one[2] * max(one[1], other[1]))
+
+
+def unlike(component: str, what: object, sums: list[float]) -> str:
+    """What is said of what ranks should have alike."""
+    return (
+        f"component {component!r}: {what} differs between ranks that have the same examples, or that return it without "
+        f"a dim of theirs: its elements, taken times weights, add up to {sums}; expected the same on all. Put pieces "
+        "together in the function (fz.parallel.gather or sum), and give what all of these ranks have, inputs and "
+        "params, to a part that is cut over them by fz.parallel.copy; or split batches over these ranks, too, say in "
+        "out_specs= that each of them has its own piece, and in fz.shard_tensor which leaves are cut. Return a whole "
+        "number or a bool with a dim of examples, or as a floating tensor."
+    )
+
+
+def device_of(params: object) -> torch.device:
+    """Where a rank computes: the device of the params that it was given, which its inputs are brought to."""
+    found = (leaf.device for leaf in pytree.leaves(params) if isinstance(leaf, torch.Tensor))
+    return next(found, torch.device("cpu"))
+
+
+class Bringing:
+    """Brings operands: to a GPU by a stream of its own, beside what computes. They are there at the end."""
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+
+    @contextlib.contextmanager
+    def to(self, device: torch.device) -> Iterator[None]:
+        if device.type != "cuda":
+            yield
+            return
+        if self._stream is None or self._stream.device != device:
+            self._stream = torch.cuda.Stream(device)
+        with torch.cuda.stream(self._stream):
+            try:
+                yield
+            finally:
+                self._stream.synchronize()
+
+
+def used_here(tree: object) -> None:
+    """Has the memory of tensors that another stream has brought kept until this thread's stream has used them."""
+    for x in pytree.leaves(tree):
+        if isinstance(x, torch.Tensor) and x.is_cuda:
+            x.record_stream(torch.cuda.current_stream(x.device))
+
+
+def made_here(tensors: Iterable[torch.Tensor]) -> dict[torch.device, torch.Event]:
+    """For each GPU that tensors lie on an event: from then on they have their values."""
+    found: dict[torch.device, torch.Event] = {}
+    for x in tensors:
+        if x.is_cuda and x.device not in found:
+            found[x.device] = torch.cuda.current_stream(x.device).record_event()
+    return found
+
+
+def wait_for(tensor: torch.Tensor, events: dict[torch.device, torch.Event]) -> None:
+    """Has this thread's stream wait until a tensor has its values, and its memory kept until the stream has read it."""
+    if tensor.is_cuda:
+        stream = torch.cuda.current_stream(tensor.device)
+        stream.wait_event(events[tensor.device])
+        tensor.record_stream(stream)
+
 
 GRACE = 2.0  # seconds at most beyond the timeout, in which a collective that waits as long says what it waited for
 Box = tuple[tuple[int, int], ...]  # of each dim of a tensor, from where to where

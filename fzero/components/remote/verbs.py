@@ -14,8 +14,7 @@ from fzero.base import pytree
 from fzero.checkpoint.load import load
 from fzero.checkpoint.save import save
 from fzero.components.remote.part import Operands, Part, Pulled
-from fzero.components.remote.streams import device_of
-from fzero.components.remote.values import Name, Piece, whole
+from fzero.components.remote.values import Name, Piece, device_of, whole
 from fzero.components.remote.wire import Slot, packed, slots_of
 from fzero.engine.passes import Passes
 from fzero.state.gather import gather, measured

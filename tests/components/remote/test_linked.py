@@ -8,7 +8,7 @@ import pytest
 
 from fzero.channels import Listener, connect
 from fzero.components.remote.link import Message, Settings
-from fzero.components.remote.linked import ChannelLink, take_all
+from fzero.components.remote.processes import ChannelLink, take_all
 
 TOKEN = b"secret" * 6
 

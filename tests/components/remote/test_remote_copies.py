@@ -13,7 +13,7 @@ from nightly import in_turns
 from torch.distributed.device_mesh import init_device_mesh
 
 import fzero as fz
-from fzero.components.remote.digests import apart, digest_of
+from fzero.components.remote.values import apart, digest_of
 
 D = torch.float64
 X = torch.arange(6, dtype=D).view(3, 2)
