@@ -51,7 +51,7 @@ class Writer:
         self._asked += 1
         return number % count
 
-    def pick(self, options: Sequence[str]) -> str:
+    def pick(self, *options: str) -> str:
         return options[self.number(len(options))]
 
     def plain(self) -> int:
@@ -78,6 +78,14 @@ class Writer:
         """The leaves of a unit, as its own function reads them."""
         return [f'q["{name}"]' if self.pure else f"self.{name}" for name in names.split()]
 
+    def change(self, of: str = "h") -> str:
+        """What most units add to what they are given."""
+        w, b, _ = self.own()
+        return f"0.3 * torch.tanh({of} @ {w} + {b})"
+
+    def changed(self) -> str:
+        return f"h = h + {self.change()}"
+
     def body(self) -> str:
         w, b, s = self.own()
         return BODY.format(w=w, b=b, s=s)
@@ -101,6 +109,10 @@ class Writer:
         self.blocks.append(Block(args, [], list(body), last, list(init), {**LEAVES, **leaves}))
         return len(self.blocks) - 1
 
+    def run(self, args: str, *lines: str, given: str = "", init: Sequence[str] = (), **leaves: str) -> None:
+        """Another unit, and its call: what it returns is the activation."""
+        self.do(f"h = {self.call(self.unit(args, *lines, init=init, **leaves), given or args)}")
+
     def effect(self, block: int, captured: bool = False) -> None:
         """A unit is not pure; `captured`: as it closes over a tensor, where that is differentiated."""
         self.effects.append((block, captured))
@@ -122,6 +134,12 @@ class Writer:
     def do(self, *lines: str) -> None:
         """Lines of the function."""
         self.lines.extend(lines)
+
+    def do_one(self, *options: str) -> None:
+        self.do(self.pick(*options))
+
+    def inside_one(self, *options: str) -> None:
+        self.inside(self.plain(), self.pick(*options))
 
     # ---- the file
 
