@@ -41,7 +41,7 @@ def test_step() -> None:
 @in_turns(3, "processes that start slowly")
 def test_resident(tmp_path: Path) -> None:
     # not forked from the tests' process, whose pages a rank would have to make its own
-    command = [sys.executable, str(FOLDER / "resident.py"), str(tmp_path)]
+    command = [sys.executable, str(FOLDER / "resident.py"), str(tmp_path), *"--batch 1 --context 16".split()]
     out = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=-1, text=True, check=True).stdout
     grown = [float(line.split()[-1]) for line in out.splitlines() if "after step" in line]
     assert len(grown) == 3 and grown[-1] <= 0.25, "memory that is freed goes back"

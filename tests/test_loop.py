@@ -273,7 +273,8 @@ def on_a_grid(rank: int) -> tuple[float, str]:
     def step(states: Any, *inputs: torch.Tensor) -> Any:
         return tuple(own(state, *inputs)[0] for own, state in zip(steps, states, strict=True)), {}
 
-    run = quiet(step, tuple(own.init(PARAMS) for own in steps), batches, evaluate=lambda _: {"x": rank}, evaluate_every=1)
+    states = tuple(own.init(PARAMS) for own in steps)
+    run = quiet(step, states, batches, evaluate=lambda _: {"x": rank}, evaluate_every=1)
     with pytest.raises(OSError) as info:
         run_through(run)
     return run.logged["x"], str(info.value)
