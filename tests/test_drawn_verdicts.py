@@ -13,11 +13,10 @@ import torch
 from drawn.language import Action, Program, Statement
 from drawn.pool import Job, Lost, run_jobs
 from drawn.remedies import remedy
-from drawn.running import run, run_on_processes
+from drawn.running import run
 from drawn.sharded import TRANSFORMS, Sharded
 from drawn.shrinking import shrunk
 from drawn.verdicts import Verdict, difference
-from nightly import in_turns
 
 PROGRAM = Program(
     seed=3,
@@ -101,13 +100,6 @@ def test_a_program_with_several_causes_is_remedied_one_after_the_other() -> None
     assert remedy(program, fake(program), lambda program: Verdict("refused", "four", "units, remat")) is None
 
 
-@in_turns(2, "workers of make soak")
-def test_processes_see_the_same() -> None:
-    programs = [drawn.from_seed(seed).replace(world=2, stage=3) for seed in range(3)]
-    on_processes = run_on_processes([PROGRAM, *programs], 2)
-    assert [verdict.kind for verdict in on_processes] == [run(program).kind for program in (PROGRAM, *programs)]
-
-
 def test_the_smallest_program_that_shows_it() -> None:
     program = drawn.from_seed(5)
     name = program.statements[-1].feature
@@ -124,7 +116,6 @@ def test_differences_name_their_place() -> None:
     assert "shape" in str(difference([("grads", torch.ones(2))], [("grads", torch.ones(3))]))
 
 
-@in_turns(2, "workers of make soak")
 def test_workers_that_crash_or_hang_are_known() -> None:
     jobs = [Job(os._exit, (1,), 60.0), Job(time.sleep, (60,), 1.0), Job(abs, (-3,), 60.0), Job(int, ("x",), 60.0)]
     found = dict(run_jobs(iter(jobs), 2))
