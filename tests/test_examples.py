@@ -57,10 +57,9 @@ def test_an_average_of_ones_own_is_that_of_the_transform(stage: int) -> None:
 def test_optimizers_of_ones_own_are_what_they_are_in_plain_torch(kind: str, stage: int, world: int) -> None:
     module, (loss, params) = example("my_optimizer"), scenarios.stack()
     world = world if stage else 1
-    shard = [lambda step: step, fz.shard_zero1, fz.shard_zero2, fz.shard_zero3][stage]
 
     def rank_main(rank: int) -> Any:
-        step = shard(fz.train_step(loss, getattr(module, kind)(0.1)))
+        step = exactness.SHARDS[stage](fz.train_step(loss, getattr(module, kind)(0.1)))
         state = step.init(params)
         for _ in range(3):
             state, _ = step(state, *scenarios.vector_batches(world)[rank])

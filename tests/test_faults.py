@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import scenarios
 import torch
+from exactness import SHARDS
 from nightly import by_turns, in_turns
 
 import fzero as fz
 from fzero.testing import assert_trees_close, run_ranks
 
 pytestmark = pytest.mark.usefixtures("hazards")
-
-SHARDS: dict[int, Any] = {1: fz.shard_zero1, 2: fz.shard_zero2, 3: fz.shard_zero3}
 
 
 def build(lr: Any, stage: int, fused: bool, fn: Any = None) -> fz.Step:

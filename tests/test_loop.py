@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ import pytest
 import scenarios
 import torch
 from dispositions import as_in_a_terminal
+from exactness import SHARDS
 from hypothesis import given
 from hypothesis import strategies as st
 from looping import counted, of_kept, quiet, rows_of, run_through
@@ -34,7 +35,6 @@ from fzero.loops import asked, record
 from fzero.testing import assert_trees_equal, run_ranks
 
 LOSS, PARAMS = scenarios.stack()
-SHARDS: list[Callable[[fz.Step], fz.Step]] = [lambda step: step, fz.shard_zero1, fz.shard_zero2, fz.shard_zero3]
 pytestmark = pytest.mark.usefixtures("terminal")
 
 
@@ -298,14 +298,10 @@ def test_evaluations_of_other_names_on_another_rank_are_told() -> None:
 # ---- signals
 
 
-def test_the_first_signal_ends_it_and_a_second_one_is_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_signal_is_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asked, "ONE", -1.0)
     step = step_of(1)
     with nothing_left():
-        run = quiet(step, step.init(PARAMS), batch)
-        for _ in run:
-            signal.raise_signal(signal.SIGINT)
-        assert (run.ended, run.done) == ("asked", 1)
         run, seen = quiet(step, step.init(PARAMS), batch), []
         with pytest.raises(KeyboardInterrupt):
             for state, _ in run:
@@ -314,11 +310,6 @@ def test_the_first_signal_ends_it_and_a_second_one_is_as_ever(monkeypatch: pytes
                 signal.raise_signal(signal.SIGINT)
         assert seen == [run.state]
         run.close()
-        with pytest.raises(KeyboardInterrupt):  # one that the loop could not hear
-            for _ in (run := quiet(step, step.init(PARAMS), batch)):
-                signal.raise_signal(signal.SIGINT)
-                break
-            run.close()
 
 
 @pytest.mark.parametrize("ignored", asked.SIGNALS)
