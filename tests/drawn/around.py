@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from drawn.language import feature
-from drawn.write import Writer
+from drawn.write import AUX, Writer, told
 
-AUX = "0.1 * h.square().mean()"
 SIN = "torch.sin(h)"
 
 
@@ -16,8 +15,7 @@ def class_attribute(c: Writer) -> None:
     c.top.append(f"class {hold}:\n    value = 1.0")
     what = f"h + {c.change()}"
     if c.remedied and form == 3:
-        block = c.unit("h", c.changed(), f"return h, {AUX}")
-        c.do(f"h, {c.name('more')} = {c.call(block, 'h')}", f"total = total + {c.name('more')}")
+        told(c)
     elif c.remedied:
         block = c.unit("h, value", f"return {what} * value")
         c.do(f"h = {c.call(block, f'h, {(0.8, 1.1, SIN)[form]}')}")
@@ -26,16 +24,13 @@ def class_attribute(c: Writer) -> None:
         block = c.unit("h", f"return {what} * {hold}.value")
         c.do(f"{hold}.value = 0.8", f"h = {c.call(block, 'h')}", f"{hold}.value = 1.1")
     elif form == 1:
-        block = c.unit("h", f"{hold}.value += 0.1", f"return {what} * {hold}.value")
-        c.effect(block)
+        block = c.impure("h", f"{hold}.value += 0.1", f"return {what} * {hold}.value")
         c.do(f"{hold}.value = 1.0", f"h = {c.call(block, 'h')}", f"h = {c.call(block, 'h')} * {hold}.value")
     elif form == 2:
-        block = c.unit("h", f"return {what} * {hold}.value")
-        c.effect(block, captured=True)
+        block = c.impure("h", f"return {what} * {hold}.value", captured=True)
         c.do(f"{hold}.value = {SIN}", f"h = {c.call(block, 'h')}", f"{hold}.value = 1.0")
     else:
-        block = c.unit("h", c.changed(), f"{hold}.value = {AUX}", "return h")
-        c.effect(block)
+        block = c.impure("h", c.changed(), f"{hold}.value = {AUX}", "return h")
         c.do(f"h = {c.call(block, 'h')}", f"total = total + {hold}.value", f"{hold}.value = 1.0")
 
 
@@ -49,12 +44,10 @@ def error(c: Writer) -> None:
     elif c.remedied:
         c.run("h", f"return h + {what}")
     elif form == 1:  # the error carries a tensor
-        block = c.unit("h", f"h = h + {what}", "raise KeyError(h)")
-        c.effect(block)
+        block = c.impure("h", f"h = h + {what}", "raise KeyError(h)")
         c.do("try:", f"    h = {c.call(block, 'h')}", "except KeyError as error:", "    h = error.args[0]")
     else:  # what was done before it stays
-        block = c.unit("h, log", f"h = h + {what}", "log.append(h)", "raise StopIteration")
-        c.effect(block)
+        block = c.impure("h, log", f"h = h + {what}", "log.append(h)", "raise StopIteration")
         c.do(f"{log} = []", "try:", f"    h = {c.call(block, f'h, {log}')}")
         c.do("except StopIteration:", f"    h = {log}[-1]")
 
@@ -87,8 +80,7 @@ def twice(c: Writer) -> None:
         block = c.unit("h", "v = h * 0.5", "h = v", f"return {then}, v")
         c.do(f"{a} = h * 1.0", f"h, {a} = {c.call(block, a)}", f"h = h + 0.1 * {a}")
     else:  # and changed
-        block = c.unit("h, v", "v.mul_(0.5)", f"return {then}, v")
-        c.effect(block)
+        block = c.impure("h, v", "v.mul_(0.5)", f"return {then}, v")
         given = f"{a}, {a}" + ["", "[...]"][form - 5]
         c.do(f"{a} = h * 1.0", f"h, {a} = {c.call(block, given)}", f"h = h + 0.1 * {a}")
 

@@ -50,8 +50,8 @@ def takes_everything(c: Writer) -> None:
         return c.run("h, held", f"return h + {c.change()} * {read}", given=f"h, {given}")
     c.top.append(f"{held} = Config(None)")
     read = [f"{held}.scale * 1.0", f"torch.cos({held}.scale)", f"{held}.scale.sum(-1, keepdim=True)"][form]
-    block = c.unit("h", "try:", f"    v = {read}", taken, "    v = 2.0", f"return h + {c.change()} * v")
-    c.effect(block, captured=True)
+    lines = ["try:", f"    v = {read}", taken, "    v = 2.0", f"return h + {c.change()} * v"]
+    block = c.impure("h", *lines, captured=True)
     c.do(f"{held}.scale = {given}", f"h = {c.call(block, 'h')}", f"{held}.scale = None")
 
 

@@ -3,45 +3,27 @@
 from __future__ import annotations
 
 from drawn.language import feature
-from drawn.write import Writer
-
-AUX = "0.1 * h.square().mean()"
+from drawn.write import AUX, Writer, told
 
 
-def _told(c: Writer) -> None:
-    """What each refusal of a side effect says: return it."""
-    more = c.name("more")
-    block = c.unit("h", c.changed(), f"return h, {AUX}")
-    c.do(f"h, {more} = {c.call(block, 'h')}", f"total = total + {more}")
-
-
-@feature("self.aux that the parent sums", kinds="module", weight=1.8, remedy=True)
+@feature("self.aux that the parent sums", kinds="module", weight=1.8, remedy=told)
 def attribute(c: Writer) -> None:
-    if c.remedied:
-        return _told(c)
-    block = c.unit("h", c.changed(), f"self.aux = {AUX}", "return h")
-    c.effect(block)
+    block = c.impure("h", c.changed(), f"self.aux = {AUX}", "return h")
     more = c.pick(f"self.blocks[{block}].aux", "sum(b.aux for b in self.blocks if hasattr(b, 'aux'))")
     c.do(f"h = {c.call(block, 'h')}", f"total = total + {more}")
 
 
-@feature("a list argument that is appended to", remedy=True)
+@feature("a list argument that is appended to", remedy=told)
 def appended(c: Writer) -> None:
-    if c.remedied:
-        return _told(c)
     log = c.name("log")
-    block = c.unit("h, log", c.changed(), f"log.append({AUX})", "return h")
-    c.effect(block)
+    block = c.impure("h, log", c.changed(), f"log.append({AUX})", "return h")
     c.do(f"{log} = []", f"h = {c.call(block, f'h, {log}')}", f"total = total + sum({log})")
 
 
-@feature("a dict argument that is filled", remedy=True)
+@feature("a dict argument that is filled", remedy=told)
 def filled(c: Writer) -> None:
-    if c.remedied:
-        return _told(c)
     cache, key = c.name("cache"), c.pick("aux", "h")
-    block = c.unit("h, cache", c.changed(), f"cache['{key}'] = {AUX if key == 'aux' else 'h'}", "return h")
-    c.effect(block)
+    block = c.impure("h, cache", c.changed(), f"cache['{key}'] = {AUX if key == 'aux' else 'h'}", "return h")
     c.do(f"{cache} = {{}}", f"h = {c.call(block, f'h, {cache}')}")
     value = f"{cache}['{key}']"
     c.do(f"total = total + {value}" if key == "aux" else f"total = total + 0.1 * {value}.square().mean()")
@@ -62,15 +44,12 @@ def dataclass_in(c: Writer) -> None:
     elif form == 1:
         c.run("h, carry", f"return h + {c.change('carry.h')}", given="h, Carry(h * 0.5)")
     else:
-        block = c.unit("h, carry", f"h = h + {c.change('carry.h')}", f"carry.penalty = {AUX}", "return h")
-        c.effect(block)
+        block = c.impure("h, carry", f"h = h + {c.change('carry.h')}", f"carry.penalty = {AUX}", "return h")
         c.do(f"{carry} = Carry(h * 0.5)", f"h = {c.call(block, f'h, {carry}')}", f"total = total + {carry}.penalty")
 
 
-@feature("a dataclass output", remedy=True)
+@feature("a dataclass output", remedy=told)
 def dataclass_out(c: Writer) -> None:
-    if c.remedied:
-        return _told(c)
     carry = c.name("carry")
     block = c.unit("h", c.changed(), f"return Carry(h, {AUX})")
     c.do(f"{carry} = {c.call(block, 'h')}", f"h = {carry}.h", f"total = total + {carry}.penalty")
@@ -81,8 +60,7 @@ def attribute_before(c: Writer) -> None:
     value = c.pick("h.mean(-1, keepdim=True)", "torch.sin(self.g)", "h * 0.5")
     if c.remedied:
         return c.run("h, context", f"return h + {c.change()} * context", given=f"h, {value}")
-    block = c.unit("h", f"return h + {c.change()} * self.context")
-    c.effect(block, captured=True)
+    block = c.impure("h", f"return h + {c.change()} * self.context", captured=True)
     c.do(f"self.blocks[{block}].context = {value}", f"h = {c.call(block, 'h')}")
 
 
@@ -121,6 +99,4 @@ def buffer(c: Writer) -> None:
         c.run("h, ema", body + "ema", given=f"h, {ema}.scale")
         return
     init = ['self.register_buffer("ema", torch.ones(4, dtype=F64))']
-    block = c.unit("h", change.format(ema="self.ema"), body + "self.ema", init=init)
-    c.effect(block)
-    c.do(f"h = {c.call(block, 'h')}")
+    c.do(f"h = {c.call(c.impure('h', change.format(ema='self.ema'), body + 'self.ema', init=init), 'h')}")

@@ -15,8 +15,7 @@ def on_input(c: Writer) -> None:
         block = c.unit("h", "h = h.clone()", change, f"return {then}, h")
         c.do(f"{a} = h * 1.1", f"h, {a} = {c.call(block, a)}")
     else:
-        block = c.unit("h", change, f"return {then}")
-        c.effect(block)
+        block = c.impure("h", change, f"return {then}")
         c.do(f"{a} = h * 1.1", f"h = {c.call(block, a)}")
     c.do(f"del {a}" if later else f"h = h + 0.1 * {a}")
 
@@ -57,8 +56,8 @@ def relu(c: Writer) -> None:
         c.do(f"{a} = h + 0.3", f"h, {a} = {c.call(block, a)}")
     else:
         init = [] if c.pure else ["self.relu = nn.ReLU(inplace=True)"]
-        block = c.unit("h", f"h = {'nn.ReLU(inplace=True)' if c.pure else 'self.relu'}(h)", f"return {then}", init=init)
-        c.effect(block)
+        own = "nn.ReLU(inplace=True)" if c.pure else "self.relu"
+        block = c.impure("h", f"h = {own}(h)", f"return {then}", init=init)
         c.do(f"{a} = h + 0.3", f"h = {c.call(block, a)}")
     c.do(f"del {a}" if later else f"h = h + 0.1 * {a}")
 

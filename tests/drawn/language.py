@@ -107,7 +107,7 @@ class Feature:
         nests: whether a derivative of a derivative has one answer: what is done under no_grad counts as constant for
             autograd's double backward, and for torch.func only at the innermost level.
         weight: how often it is drawn, relative to others: more often where plain torch refuses it often.
-        remedy: whether it can be written in another way, which a refusal would tell.
+        remedy: whether it can be written in another way, which a refusal would tell; or what writes it so.
     """
 
     name: str
@@ -118,7 +118,7 @@ class Feature:
     checkpoints: bool = False
     nests: bool = True
     weight: float = 1.0
-    remedy: bool = False
+    remedy: bool | Callable[[Writer], None] = False
 
 
 FEATURES: dict[str, Feature] = {}

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from drawn.language import BATCH, FEATURES, D, Program, Statement, V
 
 LEAVES = {"w": f"{D}, {D}", "b": f"{D}", "s": ""}
+AUX = "0.1 * h.square().mean()"
 BODY = "h = h + 0.5 * torch.tanh(h @ {w} + {b}) * {s}"
 
 
@@ -113,9 +114,13 @@ class Writer:
         """Another unit, and its call: what it returns is the activation."""
         self.do(f"h = {self.call(self.unit(args, *lines, init=init, **leaves), given or args)}")
 
-    def effect(self, block: int, captured: bool = False) -> None:
+    def effect(self, block: int, captured: bool = False) -> int:
         """A unit is not pure; `captured`: as it closes over a tensor, where that is differentiated."""
         self.effects.append((block, captured))
+        return block
+
+    def impure(self, args: str, *lines: str, captured: bool = False, init: Sequence[str] = ()) -> int:
+        return self.effect(self.unit(args, *lines, init=init), captured)
 
     def leaves(self) -> int:
         """A unit of which there are only leaves: its function is written where it is called."""
@@ -145,7 +150,9 @@ class Writer:
 
     def write(self, statement: Statement, index: int) -> None:
         self.statement, self._index, self._asked = statement, index, 0
-        FEATURES[statement.feature].write(self)
+        feature = FEATURES[statement.feature]
+        writes = feature.remedy if callable(feature.remedy) and statement.remedied else feature.write
+        writes(self)
 
     def signature(self) -> str:
         return "x, y, k, n" if self.counted else "x, y, k"
@@ -233,6 +240,13 @@ class Writer:
             "",
         ]
         return "\n".join(out)
+
+
+def told(c: Writer) -> None:
+    """What each refusal of a side effect says: return it."""
+    more = c.name("more")
+    block = c.unit("h", c.changed(), f"return h, {AUX}")
+    c.do(f"h, {more} = {c.call(block, 'h')}", f"total = total + {more}")
 
 
 def _in(lines: Sequence[str], depth: int = 1) -> list[str]:
