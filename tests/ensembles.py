@@ -7,13 +7,14 @@ from typing import Any
 
 import scenarios
 import torch
+from exactness import SCENARIOS
+from exactness import SHARDS as SHARDS
 
 import fzero as fz
 from fzero.testing import assert_trees_close
 
 F64 = torch.float64
 MEMBERS = 3
-SHARDS: dict[int, Any] = {0: lambda step: step, 1: fz.shard_zero1, 2: fz.shard_zero2, 3: fz.shard_zero3}
 OPTIMIZERS: dict[str, Callable[[Any], fz.GradientTransformation]] = {
     "sgd": lambda lr: fz.sgd(lr, weight_decay=0.1),
     "momentum": lambda lr: fz.sgd(lr, momentum=0.9),
@@ -26,10 +27,6 @@ OPTIMIZERS: dict[str, Callable[[Any], fz.GradientTransformation]] = {
     "partition": lambda lr: fz.partition(
         {"blocks.0.*": fz.sgd(lr), "*": fz.chain(fz.clip_by_global_norm(1.0), fz.adam(lr))}
     ),
-}
-SCENARIOS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "unit": (scenarios.stack, scenarios.vector_batches),
-    "module": (scenarios.tiny_lm, scenarios.token_batches),
 }
 
 

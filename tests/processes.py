@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import forking
+import pytest
 from dispositions import as_in_a_terminal
 from nightly import NIGHTLY
 
@@ -20,6 +23,18 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 STRICT = ("-W", "error")
 # nightly, ranks import torch themselves, which takes each of them three seconds
 FORKING = () if NIGHTLY else (str(Path(__file__).parent / "forking.py"),)
+
+
+def example(name: str) -> Any:
+    """A script of examples/ as a module; it finds what lies beside it."""
+    path = EXAMPLES / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(path.parent)
+        spec.loader.exec_module(module)
+    return module
 
 
 def start_example(name: str, *options: str) -> subprocess.Popen[str]:

@@ -109,7 +109,7 @@ def test_no_imports_go_round() -> None:
 
 def test_files_are_small() -> None:
     long = {str(path.relative_to(ROOT)): lines for path in FILES if (lines := path.read_text().count("\n")) > 400}
-    assert not long
+    assert not long and (ROOT / "__init__.py").read_text().count("\n") <= 110
 
 
 def _places(pattern: str) -> set[str]:

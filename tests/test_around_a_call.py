@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import functools
 import os
 import sys
 import threading
@@ -27,20 +26,22 @@ LOSS, PARAMS = model()
 ONE = torch.ones(())
 
 
-def steps(path: Path) -> dict[str, fz.Step]:
-    """Ways in which a run keeps something between its units."""
-    plain, disk = fz.train_step(LOSS, fz.adamw(1e-2)), fz.Disk(path)
-    return {
-        "plain": plain,
-        "remat": fz.remat(plain),
-        "accumulated": fz.accumulate(plain, 2),
-        "params on the host": fz.offload(plain, params="host"),
-        "activations on a disk": fz.offload(plain, activations=disk),
-        "all on a disk": fz.remat(fz.offload(plain, params=disk, grads=disk, moments=disk, activations=disk)),
-    }
+# ways in which a run keeps something between its units
+WAYS: dict[str, Callable[[fz.Step, fz.Disk], fz.Step]] = {
+    "plain": lambda step, disk: step,
+    "remat": lambda step, disk: fz.remat(step),
+    "accumulated": lambda step, disk: fz.accumulate(step, 2),
+    "params on the host": lambda step, disk: fz.offload(step, params="host"),
+    "activations on a disk": lambda step, disk: fz.offload(step, activations=disk),
+    "all on a disk": lambda step, disk: fz.remat(
+        fz.offload(step, params=disk, grads=disk, moments=disk, activations=disk)
+    ),
+}
 
 
-WAYS = ("plain", "remat", "accumulated", "params on the host", "activations on a disk", "all on a disk")
+def made(way: str, path: Path) -> tuple[fz.Step, fz.TrainState]:
+    step = WAYS[way](fz.train_step(LOSS, fz.adamw(1e-2)), fz.Disk(path))
+    return step, begun(step)
 
 
 # ---- threads
@@ -53,8 +54,7 @@ def in_threads(call: Callable[[], Any], count: int = 24) -> list[Any]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_one_pullback_in_several_threads(way: str, tmp_path: Path) -> None:
-    step = steps(tmp_path)[way]
-    state = begun(step)
+    step, state = made(way, tmp_path)
     _, pullback = step.vjp(state, X)
     expected = fz.gather(pullback(ONE, retain_graph=True)[0])
     switch = sys.getswitchinterval()
@@ -68,8 +68,7 @@ def test_one_pullback_in_several_threads(way: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "accumulated"])
 def test_one_tape_in_several_threads(way: str, tmp_path: Path) -> None:
-    step = steps(tmp_path)[way]
-    state = begun(step)
+    step, state = made(way, tmp_path)
     inputs = X.clone().requires_grad_()
     with fz.tape(step, state) as model:
         loss = model(inputs)
@@ -83,9 +82,9 @@ def test_one_tape_in_several_threads(way: str, tmp_path: Path) -> None:
 
 
 VERBS: dict[str, Callable[[fz.Step, Any, Any], object]] = {
-    "step": lambda step, state, g: step(state, X),
-    "vjp": lambda step, state, g: step.vjp(state, X),
-    "hvp": lambda step, state, g: fz.hvp(step, state, g, X),
+    "step": lambda step, state, g: fz.gather(step(state, X)[0].params),
+    "vjp": lambda step, state, g: fz.gather(step.vjp(state, X)[1](ONE)[0]),
+    "hvp": lambda step, state, g: fz.gather(fz.hvp(step, state, g, X)),
     "per_example_grads": lambda step, state, g: fz.per_example_grads(step, state, X),
     "tape": lambda step, state, g: fz.tape(step, state).__enter__(),
     "pullback": lambda step, state, g: PULLBACKS[0](ONE),
@@ -104,8 +103,7 @@ DIFFERENTIATE = ("step", "vjp", "hvp", "per_example_grads", "tape", "pullback")
 @in_turns(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_in_inference_mode_a_call_is_equal_or_refused(way: str, tmp_path: Path) -> None:
-    step = steps(tmp_path)[way]
-    state = begun(step)
+    step, state = made(way, tmp_path)
     grads = step.vjp(state, X)[1](ONE)[0]
     PULLBACKS[:] = [step.vjp(state, X)[1]]
     for name, verb in VERBS.items():
@@ -119,8 +117,8 @@ def test_in_inference_mode_a_call_is_equal_or_refused(way: str, tmp_path: Path) 
         assert name in ("forward", "leaves", "norm") or not any(leaf.is_inference() for leaf in optree.tree_leaves(out))
     PULLBACKS.clear()
     with torch.inference_mode():
-        made = step.init(PARAMS)
-    assert_trees_equal(fz.gather(step(made, X)[0].params), fz.gather(step(step.init(PARAMS), X)[0].params))
+        other = step.init(PARAMS)
+    assert_trees_equal(fz.gather(step(other, X)[0].params), fz.gather(step(step.init(PARAMS), X)[0].params))
 
 
 def test_ranks_are_refused_alike_in_inference_mode() -> None:
@@ -137,21 +135,12 @@ def test_ranks_are_refused_alike_in_inference_mode() -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_a_default_device_is_the_functions_alone(way: str, tmp_path: Path) -> None:
     """On "meta" any tensor that the library makes without saying where would have no values."""
-    step = steps(tmp_path)[way]
-    state = begun(step)
+    step, state = made(way, tmp_path)
     grads = step.vjp(state, X)[1](ONE)[0]
     for name in ("update", "add_grads", "convert", "gather", "norm", "leaves", "step", "forward", "vjp", "hvp"):
-        calls: list[Callable[[], Any]] = [functools.partial(VERBS[name], step, state, grads)]
-        if name == "vjp":
-            calls = [lambda: fz.gather(step.vjp(state, X)[1](ONE)[0])]
-        if name == "step":
-            calls = [lambda: fz.gather(step(state, X)[0].params)]
-        if name == "hvp":
-            calls = [lambda: fz.gather(fz.hvp(step, state, grads, X))]
-        for call in calls:
-            with torch.device("meta"):
-                out = call()
-            assert_trees_equal(out, call())
+        with torch.device("meta"):
+            out: Any = VERBS[name](step, state, grads)
+        assert_trees_equal(out, VERBS[name](step, state, grads))
 
 
 # ---- a tape that is left elsewhere

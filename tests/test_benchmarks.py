@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -41,7 +42,7 @@ def test_step() -> None:
 @in_turns(3, "processes that start slowly")
 def test_resident(tmp_path: Path) -> None:
     # not forked from the tests' process, whose pages a rank would have to make its own
-    command = [sys.executable, str(FOLDER / "resident.py"), str(tmp_path)]
+    command = [sys.executable, str(FOLDER / "resident.py"), str(tmp_path), *"--batch 1 --context 16".split()]
     out = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=-1, text=True, check=True).stdout
     grown = [float(line.split()[-1]) for line in out.splitlines() if "after step" in line]
     assert len(grown) == 3 and grown[-1] <= 0.25, "memory that is freed goes back"
@@ -163,18 +164,18 @@ def test_every_command_is_taken_by_its_script() -> None:
     assert done.stdout.splitlines() == commands, done.stderr
 
 
-@given(st.lists(st.none() | st.text("ab") | st.integers() | st.floats(-1e6, 1e6).map(lambda x: float(f"{x:.6g}"))))
+FLOATS = st.sampled_from([math.nan, -math.inf]) | st.floats(-1e6, 1e6).map(lambda x: float(f"{x:.6g}"))
+
+
+@given(st.lists(st.none() | st.text("ab") | st.integers() | FLOATS))
 def test_cells_are_rounded(cells: list[Any]) -> None:
     for cell, text in zip(cells, results.shown(cells), strict=True):
-        if isinstance(cell, float):
+        if isinstance(cell, float) and not math.isfinite(cell):
+            assert text == str(cell)
+        elif isinstance(cell, float):
             assert float(text.replace(",", "")) == pytest.approx(cell, rel=0.05, abs=1e-12)
         else:
             assert text == ("" if cell is None else cell if isinstance(cell, str) else f"{cell:,}")
-
-
-@pytest.mark.parametrize("number", [float("nan"), float("-inf")])
-def test_a_number_that_is_not_finite_is_shown(number: float) -> None:
-    assert results.shown([number, 1.25]) == [str(number), "1.25"]
 
 
 @pytest.mark.parametrize("name", ["a/b", "a.b", ""])

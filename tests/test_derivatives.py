@@ -9,6 +9,7 @@ import pytest
 import scenarios
 import torch
 import torch.utils._pytree as pytree
+from exactness import SCENARIOS, SHARDS
 from hypothesis import given
 from hypothesis import strategies as st
 from nightly import in_turns
@@ -18,7 +19,6 @@ from fzero.testing import assert_trees_close, run_ranks, strategies
 
 pytestmark = pytest.mark.usefixtures("hazards")  # races show
 
-SHARDS: dict[int, Any] = {0: lambda step: step, 1: fz.shard_zero1, 2: fz.shard_zero2, 3: fz.shard_zero3}
 CHOSEN = strategies.transforms(stages=(1, 2, 3))
 
 
@@ -29,10 +29,7 @@ def without(chosen: Any, *names: str) -> Any:
 @given(chosen=CHOSEN, world=st.integers(1, 3), scenario=st.sampled_from(["unit", "module"]))
 def test_tape(chosen: Any, world: int, scenario: str) -> None:
     """`.backward()` twice on one tape, retained once: the sum of the pullbacks."""
-    make, batches_of = {
-        "unit": (scenarios.stack, scenarios.vector_batches),
-        "module": (scenarios.tiny_lm, scenarios.token_batches),
-    }[scenario]
+    make, batches_of = SCENARIOS[scenario]
     loss, params = make()
     batches = batches_of(world)
     grads = [torch.func.grad(lambda p, b=b: 4 * loss(p, *b))(params) for b in batches]

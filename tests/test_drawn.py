@@ -47,12 +47,13 @@ def test_drawn_programs_are_equal_to_plain_torch_or_refused(program: Program) ->
 @in_turns(5, "on processes, as on threads")
 @pytest.mark.parametrize("world", [2, 3])
 def test_drawn_programs_on_processes(world: int) -> None:
-    """One job with many programs, as starting costs seconds; `make soak` runs many more."""
-    count = 7 if NIGHTLY else 4
+    """One job with many programs, as starting costs seconds; `make soak` runs many more. Threads see the same."""
+    count = 10 if NIGHTLY else 6
     programs = [drawn.from_seed(seed).replace(world=world) for seed in range(1000 * world, 1000 * world + count)]
     programs = [program if program.stage else program.replace(stage=3) for program in programs]
     for program, verdict in zip(programs, run_on_processes(programs, world), strict=True):
         check(program, verdict)
+        assert verdict.kind == run(program).kind
 
 
 def test_every_feature_is_in_many_programs() -> None:
@@ -60,8 +61,9 @@ def test_every_feature_is_in_many_programs() -> None:
     tally = Tally()
     for seed in range(1500):
         program = drawn.from_seed(seed)
-        assert pickle.loads(pickle.dumps(program)) == program
-        compile(written(program)[0], f"program {seed}", "exec")
+        if seed < 500:  # to compile them is what takes time
+            assert pickle.loads(pickle.dumps(program)) == program
+            compile(written(program)[0], f"program {seed}", "exec")
         tally.add(Report(program, Verdict("equal")))
     assert not tally.rare(SHARE)
     assert set(tally.features) == set(FEATURES)
@@ -130,16 +132,9 @@ def test_what_a_refusal_tells_computes_the_same(name: str) -> None:
 SEEN = [
     Program(
         seed=200297,
-        kind="pure",
         plain=1,
-        statements=(Statement(feature="autograd.grad with create_graph", numbers=(0, 0, 0, 0), remedied=False),),
-        form="scalar",
-        units=None,
-        world=1,
-        stage=3,
+        statements=(Statement("autograd.grad with create_graph"),),
         transforms=("remat of some", "activations= host of some"),
-        optimizer="sgd",
-        actions=(Action(verb="vjp", numbers=(0, 0, 0, 0)),),
     ),
 ]
 

@@ -13,11 +13,10 @@ import torch
 from drawn.language import Action, Program, Statement
 from drawn.pool import Job, Lost, run_jobs
 from drawn.remedies import remedy
-from drawn.running import run, run_on_processes
+from drawn.running import run
 from drawn.sharded import TRANSFORMS, Sharded
 from drawn.shrinking import shrunk
 from drawn.verdicts import Verdict, difference
-from nightly import in_turns
 
 PROGRAM = Program(
     seed=3,
@@ -38,10 +37,6 @@ def patched(monkeypatch: pytest.MonkeyPatch, change: Callable[[Sharded, Any], An
     monkeypatch.setattr(Sharded, "forward", other)
 
 
-def test_equal() -> None:
-    assert run(PROGRAM).kind == "equal"
-
-
 def test_another_number_on_one_rank_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     def change(self: Sharded, state: Any) -> None:
         if self.rank == 1:
@@ -54,29 +49,25 @@ def test_another_number_on_one_rank_is_silent(monkeypatch: pytest.MonkeyPatch) -
     assert verdict.detail.startswith("rank 1: outputs of forward: observation")
 
 
-def test_a_raw_error_is_raw(monkeypatch: pytest.MonkeyPatch) -> None:
-    patched(monkeypatch, lambda self, state: torch.ones(2) @ torch.ones(3))
-    assert run(PROGRAM).kind == "raw"
+def misused(self: Sharded, state: Any) -> None:
+    self._step.update(state, None)  # type: ignore[arg-type]
 
 
-def test_an_error_on_one_rank_is_raw(monkeypatch: pytest.MonkeyPatch) -> None:
-    def change(self: Sharded, state: Any) -> None:
-        if self.rank == 0:
-            self._step.update(state, None)  # type: ignore[arg-type]
-
+@pytest.mark.parametrize(
+    ("change", "kind", "reason"),
+    [
+        (lambda self, state: None, "equal", ""),
+        (lambda self, state: torch.ones(2) @ torch.ones(3), "raw", "RuntimeError"),
+        (lambda self, state: None if self.rank else misused(self, state), "raw", "on some ranks only"),
+        (misused, "refused", ""),  # it says what to do, on every rank
+        (lambda self, state: time.sleep(3), "hang", ""),
+    ],
+    ids=["equal", "raw", "on one rank", "refused", "hang"],
+)
+def test_what_a_forward_does_is_seen(change: Any, kind: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     patched(monkeypatch, change)
-    verdict = run(PROGRAM)
-    assert verdict.kind == "raw" and verdict.reason.startswith("on some ranks only")
-
-
-def test_an_error_that_says_what_to_do_on_every_rank_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    patched(monkeypatch, lambda self, state: self._step.update(state, None))  # type: ignore[arg-type]
-    assert run(PROGRAM).kind == "refused"
-
-
-def test_a_rank_that_waits_is_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    patched(monkeypatch, lambda self, state: time.sleep(3))
-    assert run(PROGRAM, timeout=1.0).kind == "hang"
+    verdict = run(PROGRAM, timeout=1.0 if kind == "hang" else 30.0)
+    assert verdict.kind == kind and verdict.reason.startswith(reason), verdict
 
 
 def test_what_plain_torch_refuses_is_not_counted() -> None:
@@ -101,13 +92,6 @@ def test_a_program_with_several_causes_is_remedied_one_after_the_other() -> None
     assert remedy(program, fake(program), lambda program: Verdict("refused", "four", "units, remat")) is None
 
 
-@in_turns(2, "workers of make soak")
-def test_processes_see_the_same() -> None:
-    programs = [drawn.from_seed(seed).replace(world=2, stage=3) for seed in range(3)]
-    on_processes = run_on_processes([PROGRAM, *programs], 2)
-    assert [verdict.kind for verdict in on_processes] == [run(program).kind for program in (PROGRAM, *programs)]
-
-
 def test_the_smallest_program_that_shows_it() -> None:
     program = drawn.from_seed(5)
     name = program.statements[-1].feature
@@ -124,7 +108,6 @@ def test_differences_name_their_place() -> None:
     assert "shape" in str(difference([("grads", torch.ones(2))], [("grads", torch.ones(3))]))
 
 
-@in_turns(2, "workers of make soak")
 def test_workers_that_crash_or_hang_are_known() -> None:
     jobs = [Job(os._exit, (1,), 60.0), Job(time.sleep, (60,), 1.0), Job(abs, (-3,), 60.0), Job(int, ("x",), 60.0)]
     found = dict(run_jobs(iter(jobs), 2))

@@ -9,18 +9,8 @@ import pytest
 import scenarios
 import torch
 import torch.utils._pytree as pytree
-from ensembles import (
-    F64,
-    MEMBERS,
-    OPTIMIZERS,
-    SCENARIOS,
-    SHARDS,
-    batches_at,
-    of_members,
-    same_states,
-    stacked,
-    usable,
-)
+from ensembles import F64, MEMBERS, OPTIMIZERS, batches_at, of_members, same_states, stacked, usable
+from exactness import SCENARIOS, SHARDS
 from hypothesis import given
 from hypothesis import strategies as st
 from nightly import by_day, in_turns

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import re
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nightly import NIGHTLY, at_length, in_turns
-from processes import run_example, start_example
+from processes import example, run_example, start_example
 from safetensors.torch import load_file
 
 import fzero as fz
@@ -26,14 +25,6 @@ ROOT = Path(__file__).parent.parent
 TINY = (
     "--width 32 --blocks 1 --heads 2 --context 16 --batch 2 --eval-every 2 --eval-batches 1 --sample-bytes 4 --warmup 1"
 ).split()
-
-
-def example(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 # ---- my_transform.py
@@ -66,10 +57,9 @@ def test_an_average_of_ones_own_is_that_of_the_transform(stage: int) -> None:
 def test_optimizers_of_ones_own_are_what_they_are_in_plain_torch(kind: str, stage: int, world: int) -> None:
     module, (loss, params) = example("my_optimizer"), scenarios.stack()
     world = world if stage else 1
-    shard = [lambda step: step, fz.shard_zero1, fz.shard_zero2, fz.shard_zero3][stage]
 
     def rank_main(rank: int) -> Any:
-        step = shard(fz.train_step(loss, getattr(module, kind)(0.1)))
+        step = exactness.SHARDS[stage](fz.train_step(loss, getattr(module, kind)(0.1)))
         state = step.init(params)
         for _ in range(3):
             state, _ = step(state, *scenarios.vector_batches(world)[rank])
@@ -131,10 +121,7 @@ def test_documents_that_one_rank_has_no_memory_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("count", "length"), [(1, 12), (3, 13), (2, 200), (2, 400)])
-def test_needles_stand_where_their_digits_are_asked_for(
-    count: int, length: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(ROOT / "examples")
+def test_needles_stand_where_their_digits_are_asked_for(count: int, length: int) -> None:
     needles = example("needles")
     text = torch.full((1000,), ord("x"), dtype=torch.uint8)
     whole = needles.documents(text, count, length, 0.1, torch.Generator().manual_seed(0))
@@ -153,9 +140,8 @@ FEW_TASKS = "--width 4 --tasks 3 --shots 2 --inner-steps 2 --steps 2 --eval-task
 
 @in_turns(5)
 @pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (1, 3), (2, 1), (2, 2), (2, 3)])
-def test_meta_gradients_are_those_of_plain_torch(ranks: int, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_meta_gradients_are_those_of_plain_torch(ranks: int, stage: int) -> None:
     """Also after an update of both."""
-    monkeypatch.syspath_prepend(ROOT / "examples")
     module = example("maml")
     args = module.options([*FEW_TASKS, "--ranks", str(ranks), "--stage", str(stage)])
     draw = lambda seed: module.random_tasks(3, 2, torch.Generator().manual_seed(seed), torch.device("cpu"))
@@ -185,8 +171,7 @@ def test_maml_says_how_far_it_is_from_plain_torch() -> None:
     assert len(apart) == 2 and all(float(each) < 1e-12 for each in apart), stdout
 
 
-def test_shares_of_points_must_be_equal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.syspath_prepend(ROOT / "examples")
+def test_shares_of_points_must_be_equal(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as info:
         example("maml").options(["--ranks", "3"])
     assert info.value.code == 2 and "got 10, 3" in capsys.readouterr().err
@@ -252,7 +237,6 @@ def check_computed_in_what_is_quick(stdout: str) -> None:
 def test_train_lm_takes_fewer_updates_where_it_is_slow(
     bf16: float, steps: int, expected: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(ROOT / "examples")
     module = example("train_lm")
     monkeypatch.setattr(module, "matmul_ms", lambda dtype: bf16 if dtype == torch.bfloat16 else 0.3)
     chosen = run_ranks(lambda rank: module.chosen_dtype(rank, steps, torch.device("cpu")), 2)
@@ -260,8 +244,7 @@ def test_train_lm_takes_fewer_updates_where_it_is_slow(
     assert ("300 updates instead of 400" in chosen[0][2]) == (expected == ("fp32", 300))
 
 
-def test_a_loss_that_jumps_is_a_spike(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "examples")
+def test_a_loss_that_jumps_is_a_spike() -> None:
     is_spike = example("train_lm").is_spike
     assert is_spike(float("nan"), []) and is_spike(float("inf"), [1.0]) and is_spike(2.1, [1.0] * 10)
     assert not is_spike(1.9, [1.0] * 10) and not is_spike(9.0, [1.0] * 9)
@@ -270,7 +253,6 @@ def test_a_loss_that_jumps_is_a_spike(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bad_options_are_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.syspath_prepend(ROOT / "examples")
     monkeypatch.chdir(tmp_path)  # where no run of the example's is kept
     with pytest.raises(SystemExit) as info:
         example("train_lm").options([*TINY, "--stage", "0"])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import scenarios
 import torch
+from exactness import SHARDS
 from nightly import by_turns, in_turns
 
 import fzero as fz
@@ -16,27 +17,32 @@ from fzero.testing import assert_trees_close, run_ranks
 
 pytestmark = pytest.mark.usefixtures("hazards")
 
-SHARDS: dict[int, Any] = {1: fz.shard_zero1, 2: fz.shard_zero2, 3: fz.shard_zero3}
+
+_, PARAMS = scenarios.stack(blocks=4)
+block = fz.unit(lambda q, x: torch.tanh(x @ q["w"] + q["b"]))
 
 
-def build(lr: Any, stage: int, fused: bool, fn: Any = None) -> fz.Step:
-    loss = fn or scenarios.stack(blocks=4)[0]
+def loss(p: Any, x: torch.Tensor, y: torch.Tensor, after: Any = lambda number, x: x) -> torch.Tensor:
+    """That of scenarios.stack; `after` is called behind each block."""
+    for number, q in enumerate(p["blocks"]):
+        x = after(number, block(q, x))
+    return ((x @ p["head"]["w"] + p["head"]["b"] - y) ** 2).mean()
+
+
+def build(lr: Any, stage: int, fused: bool) -> fz.Step:
     step = SHARDS[stage](fz.train_step(loss, fz.sgd(lr)))
     return fz.fuse_update(step) if fused else step
 
 
-def goes_on(rank: int, good: fz.Step, state: fz.TrainState, want: Any) -> None:
+def goes_on(rank: int, good: fz.Step, state: fz.TrainState) -> None:
+    """As one process does, over all examples."""
+    plain = fz.train_step(scenarios.stack(blocks=4)[0], fz.sgd(0.1))
+    batches = [torch.cat(parts) for parts in zip(*scenarios.vector_batches(2), strict=True)]
+    want = fz.gather(plain(plain.init(PARAMS), *batches)[0].params)
     for _ in range(2):
         moved, metrics = good(state, *scenarios.vector_batches(2)[rank])
         assert torch.isfinite(metrics["loss"])
         assert_trees_close(fz.gather(moved.params), want, rtol=1e-10)
-
-
-def reference() -> Any:
-    loss, params = scenarios.stack(blocks=4)
-    plain = fz.train_step(loss, fz.sgd(0.1))
-    batches = [torch.cat(parts) for parts in zip(*scenarios.vector_batches(2), strict=True)]
-    return fz.gather(plain(plain.init(params), *batches)[0].params)
 
 
 def raises_in_the_update(rank: int, stage: int, fused: bool, at: int) -> None:
@@ -50,15 +56,14 @@ def raises_in_the_update(rank: int, stage: int, fused: bool, at: int) -> None:
             raise KeyError("the user's own")
         return 0.1
 
-    _, params = scenarios.stack(blocks=4)
     good = build(0.1, stage, fused)
-    state = good.init(params)
+    state = good.init(PARAMS)
     bad = build(lr, stage, fused)
     for _ in range(2):
         asked = 0
         with pytest.raises(KeyError, match="the user's own"):
             bad(state, *scenarios.vector_batches(2)[rank])
-    goes_on(rank, good, state, reference())
+    goes_on(rank, good, state)
 
 
 @in_turns(4)
@@ -85,23 +90,16 @@ class _Fails(torch.autograd.Function):
 
 
 def raises_in_the_pullback(rank: int, stage: int, fused: bool, remat: bool) -> None:
-    _, params = scenarios.stack(blocks=4)
-    block = fz.unit(lambda q, x: torch.tanh(x @ q["w"] + q["b"]))
-
-    def fails(p: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        for i, q in enumerate(p["blocks"]):
-            x = block(q, x)
-            if i == 1:
-                x = _Fails.apply(x, rank)  # type: ignore[assignment]
-        return ((x @ p["head"]["w"] + p["head"]["b"] - y) ** 2).mean()
+    def fails(number: int, x: Any) -> Any:
+        return _Fails.apply(x, rank) if number == 1 else x
 
     good = build(0.1, stage, fused)
     good = fz.remat(good) if remat else good
-    state = good.init(params)
+    state = good.init(PARAMS)
     for _ in range(2):
         with pytest.raises(KeyError, match="the user's own"):
-            fz.with_fn(good, fails)(state, *scenarios.vector_batches(2)[rank])
-    goes_on(rank, good, state, reference())
+            good(state, *scenarios.vector_batches(2)[rank], fails)
+    goes_on(rank, good, state)
 
 
 @in_turns(4)
@@ -112,24 +110,20 @@ def test_a_pullback_that_raises(stage: int, fused: bool, remat: bool) -> None:
 
 
 def raises_in_the_forward(rank: int) -> None:
-    _, params = scenarios.stack(blocks=4)
-    block = fz.unit(lambda q, x: torch.tanh(x @ q["w"] + q["b"]))
+    good = build(0.1, 3, False)
+    state = good.init(PARAMS)
+    goes_on(rank, good, state)
+    for at in (0, 2):
 
-    def fn(p: Any, x: torch.Tensor, y: torch.Tensor, at: int = -1) -> torch.Tensor:
-        for i, q in enumerate(p["blocks"]):
-            x = block(q, x)
-            if i == at:
+        def fails(number: int, x: torch.Tensor, at: int = at) -> torch.Tensor:
+            if number == at:
                 time.sleep(0.2 * rank)
                 raise KeyError("the user's own")
-        return ((x @ p["head"]["w"] + p["head"]["b"] - y) ** 2).mean()
+            return x
 
-    good = build(0.1, 3, False, fn)
-    state = good.init(params)
-    goes_on(rank, good, state, reference())
-    for at in (0, 2):
         with pytest.raises(KeyError, match="the user's own"):
-            good(state, *scenarios.vector_batches(2)[rank], at)
-    goes_on(rank, good, state, reference())
+            good(state, *scenarios.vector_batches(2)[rank], fails)
+    goes_on(rank, good, state)
 
 
 def test_a_forward_that_raises_with_a_gather_on_its_way() -> None:
@@ -138,8 +132,6 @@ def test_a_forward_that_raises_with_a_gather_on_its_way() -> None:
 
 def fewer_units_than_last_time(rank: int) -> None:
     """What was gathered ahead in 8 bits is decoded when it is given up."""
-    _, params = scenarios.stack(blocks=4)
-    block = fz.unit(lambda q, x: torch.tanh(x @ q["w"] + q["b"]))
 
     def fn(p: Any, x: torch.Tensor, count: int) -> torch.Tensor:
         for q in p["blocks"][:count]:
@@ -147,7 +139,7 @@ def fewer_units_than_last_time(rank: int) -> None:
         return x.square().mean()
 
     step = fz.shard_zero3(fz.train_step(fn, fz.sgd(0.1), fz.Policy(gather="8-bit")))
-    state, x = step.init(params), scenarios.vector_batches(2)[rank][0]
+    state, x = step.init(PARAMS), scenarios.vector_batches(2)[rank][0]
     alone = {count: step.vjp(state, x, count)[0] for count in (4, 2, 3)}
     for count in (4, 2, 4, 3, 2):
         out, pullback = step.vjp(state, x, count)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from nightly import in_turns
-from processes import EXAMPLES, run_example
+from processes import EXAMPLES, example, run_example
 
 from fzero.testing import assert_trees_close, run_ranks
 
@@ -18,21 +16,12 @@ SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "comm
 DOCS = EXAMPLES.parent / "docs"
 
 
-def script(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(f"gallery_{name}", FOLDER / f"{name}.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @in_turns(4)
 @pytest.mark.usefixtures("hazards")
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_gives_what_plain_torch_gives(name: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(FOLDER)
-    module = script(name)
+def test_a_script_gives_what_plain_torch_gives(name: str, ranks: int) -> None:
+    module = example(f"gallery/{name}")
     want = module.plain()
     for found in run_ranks(lambda rank: module.main(rank, ranks), ranks):
         assert_trees_close(dict(found), want, rtol=1e-10)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
 import signal
@@ -14,32 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from looping import STEP, batch, begun, counted, of_kept, quiet, run_through
 
 import fzero as fz
 from fzero.loops import asked
 from fzero.testing import run_ranks
 
 pytestmark = pytest.mark.usefixtures("terminal")
-quiet: Any = functools.partial(fz.loop, progress=False)
-STEP = fz.train_step(lambda p, x: ((p["w"] - x) ** 2).sum(), fz.sgd(0.1))
-
-
-def begun() -> fz.TrainState:
-    return STEP.init({"w": torch.zeros(1)})
-
-
-def batch(number: int) -> torch.Tensor:
-    return torch.full((1,), float(number))
-
-
-def counted(state: int, _: object) -> tuple[int, dict[str, float]]:
-    return state + 1, {"loss": float(state)}
-
-
-def of_kept(kept: fz.Checkpoints, step: fz.Step = STEP) -> tuple[fz.TrainState, Any]:
-    found = kept.restore(step)
-    assert found is not None
-    return found
 
 
 @pytest.fixture(autouse=True)
@@ -173,35 +153,16 @@ def test_a_signal_that_comes_as_a_loop_ends_anyway_is_the_programs(end: str, tmp
     assert (run.ended, run.done) == (end, 3) and of_kept(kept)[0].step == 3
 
 
-def test_the_same_wish_may_come_again_as_the_loop_has_ended() -> None:
+def test_the_same_wish_may_come_again_also_as_the_loop_has_ended() -> None:
+    """A terminal sends Ctrl-C to all processes, and torchrun sends it on."""
     run = quiet(counted, 0, batch)
     again = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
     for _ in run:
         signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
         again.start()
     again.join()
     assert run.ended == "asked"
-
-
-def asked_in_turn(rank: int) -> tuple[str, int]:
-    """Rank 0 gets a signal that ends both loops; rank 1 gets its own a moment later."""
-    asked.ONE = 0.3
-    step = fz.shard_zero1(STEP)
-    run = quiet(step, step.init({"w": torch.zeros(2)}), lambda number: torch.ones(2), total=500)
-    try:
-        for _ in run:
-            if rank == 0 and run.done == 3:
-                signal.raise_signal(signal.SIGTERM)
-            if rank == 1 and run.done == 3:
-                threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        time.sleep(0.2)
-    finally:
-        asked.ONE = 1.0
-    return run.ended, run.done
-
-
-def test_a_signal_that_reaches_ranks_one_after_the_other() -> None:
-    assert run_ranks(asked_in_turn, 2, backend="processes") == [("asked", 3)] * 2
 
 
 def test_a_loop_that_another_thread_lets_go_hears_nothing_any_more() -> None:
@@ -214,8 +175,7 @@ def test_a_loop_that_another_thread_lets_go_hears_nothing_any_more() -> None:
     gc.collect()
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
-    for _ in quiet(counted, 0, batch, total=1):
-        pass
+    run_through(quiet(counted, 0, batch, total=1))
     assert [signal.getsignal(number) for number in asked.SIGNALS] == before
 
 
@@ -259,8 +219,7 @@ def test_what_gives_batches_is_let_go_as_the_loop_ends() -> None:
         run.close() if leave else None
         assert closed == [True] * (1 + leave)
     mine = batches()  # one that somebody else has goes on
-    for _ in quiet(counted, 0, mine, total=1):
-        pass
+    run_through(quiet(counted, 0, mine, total=1))
     assert len(closed) == 2 and next(mine) is not None
 
 
@@ -321,8 +280,7 @@ def test_a_stop_iteration_is_no_end(what: str, tmp_path: Path) -> None:
         options |= {"checkpoints": fz.Checkpoints(tmp_path), "save_every": 1}
     run = quiet(step, begun(), batch, total=9, **options)
     with pytest.raises(RuntimeError, match="raised StopIteration"):
-        for _ in run:
-            pass
+        run_through(run)
     assert run.ended == "failed" and isinstance(run.done, int) and run.done in (1, 2)
 
 
@@ -330,33 +288,6 @@ def test_a_stop_iteration_is_no_end(what: str, tmp_path: Path) -> None:
 def test_a_step_gives_a_state_and_metrics(given: Any) -> None:
     with pytest.raises(TypeError, match=r"loop: step gave .*, expected \(state, metrics\)"):
         next(quiet(lambda state, x: given, 0, batch))
-
-
-def looks(rank: int, kind: str, folder: str) -> tuple[str, str, int]:
-    step, kept = fz.shard_zero3(STEP), fz.Checkpoints(folder)
-
-    def evaluate(state: fz.TrainState) -> Any:
-        if rank == 1 and state.step == 2:
-            if kind == "raises":
-                raise ZeroDivisionError("mine")
-            return None
-        return {"x": 1.0}
-
-    run = quiet(
-        step, step.init({"w": torch.zeros(4)}), batch, evaluate=evaluate, evaluate_every=1, checkpoints=kept, total=4
-    )
-    with pytest.raises(ZeroDivisionError if kind == "raises" else TypeError) as info:
-        for _ in run:
-            assert run.done < 2
-    assert of_kept(kept, step)[0].step == 2
-    return str(info.value), run.ended, run.done
-
-
-@pytest.mark.parametrize("kind", ["raises", "gives nothing"])
-def test_an_evaluation_that_fails_on_one_rank_fails_on_all(kind: str, tmp_path: Path) -> None:
-    said = run_ranks(functools.partial(looks, kind=kind, folder=str(tmp_path)), 2, backend="processes")
-    assert [each[1:] for each in said] == [("failed", 2)] * 2
-    assert said[0][0].startswith("rank 1: ") and said[0][0].endswith(said[1][0])
 
 
 @pytest.mark.parametrize("name", ["total", "every", "evaluate_every", "after", "evaluate", "checkpoints"])
@@ -370,53 +301,6 @@ def test_ranks_that_are_told_different_things_are_refused(name: str, tmp_path: P
         return str(info.value)
 
     assert len({*run_ranks(rank_main, 2)}) == 2
-
-
-def on_a_grid(rank: int) -> str:
-    """Two states, one over each axis of a mesh: no rank shares an axis with all others."""
-    mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
-    steps = [fz.shard_zero1(STEP, mesh=mesh, axis=name) for name in ("rows", "columns")]
-
-    def batches(number: int) -> torch.Tensor:
-        if (rank, number) == (3, 1):
-            raise OSError("no more disk")
-        return torch.ones(2)
-
-    def step(states: Any, x: torch.Tensor) -> Any:
-        return tuple(own(state, x)[0] for own, state in zip(steps, states, strict=True)), {}
-
-    with pytest.raises(OSError, match="no more disk") as info:
-        for _ in quiet(step, tuple(own.init({"w": torch.zeros(2)}) for own in steps), batches):
-            pass
-    return str(info.value)
-
-
-def test_an_error_reaches_ranks_that_share_no_axis_with_it() -> None:
-    said = run_ranks(on_a_grid, 4, backend="processes", timeout=60)
-    assert said[3] == "no more disk" and all("rank" in text for text in said[:3])
-
-
-def in_a_pipeline(rank: int, what: str) -> str:
-    first = fz.train_step(lambda p, x: torch.tanh(x @ p["w"]), fz.sgd(0.1))
-    last = fz.train_step(lambda p, h, y: (h @ p["w"] - y).square().mean(), fz.sgd(0.1))
-    pipe = fz.pipeline([first, last], fz.schedules.gpipe(2, 2), [[0], [1]])
-
-    def batches(number: int) -> Any:
-        if (rank, number, what) == (1, 1, "batches"):
-            raise OSError("no more disk")
-        return torch.ones(2, 2), torch.ones(2, 2)
-
-    log = "/proc/no/log.csv" if what == "log" else None
-    with pytest.raises((OSError, RuntimeError)) as info:
-        for _ in quiet(pipe, pipe.init([{"w": torch.eye(2)}, {"w": torch.eye(2)}]), batches, log=log):
-            pass
-    return str(info.value)
-
-
-@pytest.mark.parametrize("what", ["batches", "log"])
-def test_an_error_at_one_place_of_a_pipeline_reaches_the_other(what: str) -> None:
-    said = run_ranks(functools.partial(in_a_pipeline, what=what), 2, backend="processes", timeout=60)
-    assert all(("no more disk" if what == "batches" else "/proc/no") in text for text in said)
 
 
 def test_what_a_loop_does_not_keep_is_refused_at_the_call(tmp_path: Path) -> None:

@@ -2,45 +2,24 @@
 
 from __future__ import annotations
 
-import csv
+import contextlib
 import functools
 import os
 import resource
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from nightly import in_turns
+from looping import STEP, batch, begun, counted, of_kept, quiet, rows_of, run_through
 
 import fzero as fz
 from fzero.loops import record
 from fzero.testing import run_ranks
-
-quiet: Any = functools.partial(fz.loop, progress=False)
-
-
-def counted(state: int, *_: object) -> tuple[int, dict[str, Any]]:
-    return state + 1, {"loss": float(state)}
-
-
-def batch(number: int) -> int:
-    return number
-
-
-def rows_of(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def run_through(run: Any) -> Any:
-    for _ in run:
-        pass
-    return run
-
 
 # ---- numbers
 
@@ -119,22 +98,11 @@ def test_the_last_step_has_a_row_whatever_ends_the_loop(end: str, tmp_path: Path
     assert bool(rows[-1]["x"]) == (end != "asked")
 
 
-def test_a_last_step_that_has_a_row_is_evaluated_in_it(tmp_path: Path) -> None:
-    log = tmp_path / "log.csv"
-    run = run_through(quiet(counted, 0, [0] * 4, log=log, every=2, evaluate=lambda state: {"x": float(state)}))
-    assert run.logged["loss"] == 3.0 and run.logged["x"] == 4.0
-    assert [(row["step"], row["loss"], row["x"]) for row in rows_of(log)][-2:] == [
-        ("2", "1.0", ""),
-        ("4", "3.0", "4.0"),
-    ]
-
-
 def test_going_back_takes_rows_and_keeps_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(record.time, "perf_counter", lambda: clock[0])
-    log, went, tensorboard = tmp_path / "log.csv", False, tmp_path / "events"
-    options: Any = {"tensorboard": tensorboard} if _has_tensorboard() else {}
-    run = quiet(counted, 7, batch, after=7, total=20, every=5, log=log, **options)
+    log, went = tmp_path / "log.csv", False
+    run = quiet(counted, 7, batch, after=7, total=20, every=5, log=log)
     for _ in run:
         clock[0] += 2.0
         if run.done == 14 and not went:
@@ -142,69 +110,55 @@ def test_going_back_takes_rows_and_keeps_time(tmp_path: Path, monkeypatch: pytes
     rows = rows_of(log)
     assert [row["step"] for row in rows] == ["8", "10", "15", "20"]
     assert [float(row["seconds"]) for row in rows] == [2.0] * 4
-    if options:
-        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import]
-
-        found = EventAccumulator(str(tensorboard))
-        found.Reload()
-        assert [event.step for event in found.Scalars("loss")] == [8, 10, 15, 20]
-
-
-def _has_tensorboard() -> bool:
-    try:
-        import tensorboard  # noqa: F401 # type: ignore[import]
-    except ImportError:
-        return False
-    return True
 
 
 # ---- files
 
 
-def test_a_log_whose_disk_is_full_waits_for_the_last_save(tmp_path: Path) -> None:
-    step, kept = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1)), fz.Checkpoints(tmp_path / "k")
-    log = tmp_path / "log.csv"
-    many = {f"number {i}": float(i) for i in range(600)}
+def wide(step: fz.Step, many: int) -> Any:
+    """A step with so many metrics."""
+    numbers = {f"number {i}": float(i) for i in range(many)}
 
-    def wide(state: Any, x: Any) -> Any:
-        state, metrics = step(state, torch.ones(1))
-        return state, {**metrics, **many}
+    def run(state: Any, x: torch.Tensor) -> Any:
+        state, metrics = step(state, x)
+        return state, {**metrics, **numbers}
 
-    run = quiet(wide, step.init({"w": torch.zeros(1)}), batch, total=9, every=1, log=log, checkpoints=kept)
-    before, limit = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
+    return run
+
+
+@contextlib.contextmanager
+def full_disk(limit: int) -> Iterator[Any]:
+    """Of files that this process writes so many bytes are taken."""
+    before, own = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, own[1]))
         with pytest.raises(OSError, match="File too large") as info:
-            run_through(run)
+            yield info
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        resource.setrlimit(resource.RLIMIT_FSIZE, own)
         signal.signal(signal.SIGXFSZ, before)
+
+
+def test_a_log_whose_disk_is_full_waits_for_the_last_save(tmp_path: Path) -> None:
+    step, kept, log = wide(STEP, 600), fz.Checkpoints(tmp_path / "k"), tmp_path / "log.csv"
+    run = quiet(step, begun(), batch, total=9, every=1, log=log, checkpoints=kept)
+    with full_disk(20_000) as info:
+        run_through(run)
     assert info.value.__context__ is None and run.ended == "failed" and run.done > 1
     assert not [thread for thread in threading.enumerate() if thread.name == "fzero-save"]
-    state, after = kept.restore(step) or (None, None)
-    assert state is not None and state.step == run.done
-    run_through(quiet(wide, state, batch, total=run.done + 2, after=after, every=1, log=log))
+    state, after = of_kept(kept)
+    assert state.step == run.done
+    run_through(quiet(step, state, batch, total=run.done + 2, after=after, every=1, log=log))
     assert [row["step"] for row in rows_of(log)] == [str(n) for n in range(1, run.done + 3) if n != run.done]
 
 
 def on_a_full_disk(rank: int, folder: str) -> tuple[str, str, int]:
-    """A rank whose loop's log, which rank 0 writes, is limited to so many bytes."""
-    step = fz.shard_zero3(fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1)))
-    many = 5_000  # more bytes than the store of the ranks takes
-
-    def wide(state: Any, x: Any) -> Any:
-        state, metrics = step(state, torch.ones(4))
-        return state, {**metrics, **{f"number {i}": float(i) for i in range(many)}}
-
-    run = quiet(wide, step.init({"w": torch.zeros(4)}), batch, total=30, every=1, log=f"{folder}/log.csv")
-    before, limit = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limit[1]))
-        with pytest.raises(OSError) as info:
-            run_through(run)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-        signal.signal(signal.SIGXFSZ, before)
+    """Rank 0 writes the log; a row has more bytes than the store of the ranks takes."""
+    step = fz.shard_zero3(STEP)
+    state = step.init({"w": torch.zeros(4)})
+    run = quiet(wide(step, 5_000), state, batch, total=30, every=1, log=f"{folder}/log.csv")
+    with full_disk(200_000) as info:
+        run_through(run)
     return str(info.value), run.ended, run.done
 
 
@@ -292,31 +246,6 @@ def test_what_a_killed_loop_has_left_is_written_over(tmp_path: Path) -> None:
         run_through(quiet(counted, 0, batch, log=tmp_path / "log.csv", total=2))
         assert [row["step"] for row in rows_of(tmp_path / "log.csv")] == ["1", "2"]
         assert sorted(path.name for path in tmp_path.iterdir()) == ["log.csv"]
-
-
-@in_turns(3)
-@pytest.mark.parametrize("stops", [(1,), (2,), (5,), (7, 8), (9, 9, 10), (3, 6)])
-@pytest.mark.parametrize("evaluated", [False, True])
-def test_a_resumed_log_goes_on(stops: tuple[int, ...], evaluated: bool, tmp_path: Path) -> None:
-    """It has the rows of a whole run, and those of where it stopped and of where it went on."""
-    step = fz.train_step(lambda p, x: ((p["w"] - x) ** 2).sum(), fz.sgd(0.1))
-    options: Any = {"evaluate_every": 4}
-    if evaluated:
-        options["evaluate"] = lambda state: {"norm": fz.global_norm(state.params)}
-
-    def run(name: str, stops: tuple[int, ...], every: int) -> list[dict[str, str]]:
-        kept, log = fz.Checkpoints(tmp_path / name), tmp_path / f"{name}.csv"
-        for stop in (*stops, 99):
-            state, after = kept.restore(step) or (step.init({"w": torch.zeros(1)}), None)
-            own: Any = {"after": after, "checkpoints": kept, "log": log, "total": 11, "every": every, **options}
-            loop = quiet(step, state, batch, stop=lambda stop=stop: loop.done >= stop, **own)
-            run_through(loop)
-        return [{name: x for name, x in row.items() if name != "seconds"} for row in rows_of(log)]
-
-    whole = [int(row["step"]) for row in run("whole", (), 3)]
-    assert whole == ([0, 1, 3, 4, 6, 8, 9, 11] if evaluated else [1, 3, 6, 9, 11])
-    there = {*whole, *stops, *[stop + 1 for stop in stops]}
-    assert run("parts", stops, 3) == [row for row in run("each", (), 1) if int(row["step"]) in there]
 
 
 def test_a_run_that_goes_on_knows_the_numbers_of_its_first_step(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from looping import STEP, begun, of_kept, quiet, run_through
 from nightly import at_length
 
 import fzero as fz
@@ -18,8 +19,6 @@ from fzero.loops import asked
 from fzero.testing import run_ranks
 
 pytestmark = pytest.mark.usefixtures("terminal")
-quiet: Any = functools.partial(fz.loop, progress=False)
-STEP = fz.train_step(lambda p, x: ((p["w"] - x) ** 2).sum(), fz.sgd(0.1))
 DEAD = "DataLoader worker (pid 1) is killed"
 
 
@@ -35,12 +34,6 @@ class Numbers(torch.utils.data.Dataset[torch.Tensor]):
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same wish may come again for a moment only."""
     monkeypatch.setattr(asked, "ONE", 0.05)
-
-
-def of_kept(kept: fz.Checkpoints, step: fz.Step = STEP) -> fz.TrainState:
-    found = kept.restore(step)
-    assert found is not None
-    return found[0]
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, "stop"])
@@ -63,10 +56,10 @@ def test_what_fails_as_the_loop_is_asked_to_end_is_a_warning(how: Any, what: str
 
     options: Any = {"evaluate": evaluate, "evaluate_every": 1} if what == "evaluate" else {}
     options |= {"stop": lambda: bool(wishes)} if how == "stop" else {}
-    run = quiet(STEP, STEP.init({"w": torch.zeros(1)}), batches, total=9, checkpoints=kept, **options)
+    run = quiet(STEP, begun(), batches, total=9, checkpoints=kept, **options)
     with pytest.warns(RuntimeWarning, match=rf"loop: {what} raised RuntimeError\('DataLoader worker .*ends as asked"):
         assert len(list(run)) == 3
-    assert (run.ended, run.done, of_kept(kept).step) == ("asked", 3, 3)
+    assert (run.ended, run.done, of_kept(kept)[0].step) == ("asked", 3, 3)
 
 
 def test_a_death_is_not_heard_behind_the_signal() -> None:
@@ -117,10 +110,9 @@ def workers_die(where: str, folder: Path) -> tuple[str, int, int, list[str]]:
     run = quiet(step, STEP.init({"w": torch.zeros(2)}), batches, checkpoints=kept, total=300)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        for _ in run:
-            pass
+        run_through(run)
         loader = given = None
-    return run.ended, run.done, of_kept(kept).step, [str(each.message)[:21] for each in said]
+    return run.ended, run.done, of_kept(kept)[0].step, [str(each.message)[:21] for each in said]
 
 
 @pytest.mark.parametrize("where", ["step", "batches"])
@@ -148,11 +140,10 @@ def one_is_asked(rank: int, folder: str) -> tuple[str, int, int]:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
-            for _ in run:
-                pass
+            run_through(run)
         finally:
             asked.ONE = 1.0
-    return run.ended, of_kept(kept, step).step, len([each for each in said if DEAD in str(each.message)])
+    return run.ended, of_kept(kept, step)[0].step, len([each for each in said if DEAD in str(each.message)])
 
 
 @at_length  # a signal that comes late on a busy machine ends a process that other tests share
@@ -164,7 +155,7 @@ def test_all_ranks_end_as_asked_where_batches_fail_on_one_that_was_not(tmp_path:
 @pytest.mark.parametrize("judged", ["best", "patience"])
 def test_an_evaluation_that_judges_gives_a_number(judged: str, tmp_path: Path) -> None:
     options: Any = {"best": fz.Checkpoints(tmp_path)} if judged == "best" else {"patience": 2}
-    run = quiet(STEP, STEP.init({"w": torch.zeros(1)}), lambda n: torch.ones(1), evaluate=lambda _: {}, **options)
+    run = quiet(STEP, begun(), lambda n: torch.ones(1), evaluate=lambda _: {}, **options)
     with pytest.raises(ValueError, match=r"loop: got patience or best, and evaluate gave \{\}, expected at least one"):
         next(run)
     assert run.ended == "failed"

@@ -10,28 +10,20 @@ import optree
 import processes
 import pytest
 import torch
-import torch.nn.functional as F
 from nightly import at_length, in_turns
 from safetensors.torch import load_file
-from torch import nn
 
 import fzero as fz
-from fzero.testing import assert_trees_close, assert_trees_equal, run_ranks
+from fzero.testing import assert_trees_equal, run_ranks
 
 transformers = pytest.importorskip("transformers")
-EXAMPLES = Path(__file__).parent.parent / "examples"
 TINY = "--width 16 --blocks 2 --heads 2 --context 16 --batch 2 --lora-rank 2 --eval-every 2 --eval-batches 1".split()
 SHARDS: dict[int, Any] = {1: fz.shard_zero1, 2: fz.shard_zero2, 3: fz.shard_zero3}
 
 
 @pytest.fixture(scope="module")
 def lora() -> Any:
-    sys.path.insert(0, str(EXAMPLES))
-    try:
-        import lora
-    finally:
-        sys.path.remove(str(EXAMPLES))
-    return lora
+    return processes.example("lora")
 
 
 def options(lora: Any) -> Any:
@@ -50,61 +42,12 @@ def adapted(lora: Any) -> tuple[fz.Step, dict[str, torch.Tensor]]:
     return lora.adapt(module, fz.functional(module)[1], args)
 
 
-def adapted_in_float64(lora: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    """(loss function, params): the example's model in float64 throughout, and factors that are not zero."""
-    args = options(lora)
-    module = lora.with_factors(lora.llama(args), args)
-    for name, child in list(module.named_modules()):
-        if name.endswith("norm"):  # Hugging Face's own computes in float32
-            parent, _, own = name.rpartition(".")
-            setattr(module.get_submodule(parent), own, nn.RMSNorm(len(child.weight), eps=1e-6))
-    apply, params = fz.functional(module.double())
-    generator = torch.Generator().manual_seed(1)
-    params = {name: 0.3 * torch.randn(p.shape, generator=generator, dtype=p.dtype) for name, p in params.items()}
-
-    def loss(params: Any, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        logits = apply(params, input_ids=tokens, use_cache=False).logits
-        assert logits.dtype == torch.float64
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-    return loss, params
-
-
 def test_the_factors_start_as_nothing(lora: Any) -> None:
     step, params = adapted(lora)
     apply, base = fz.functional(lora.llama(options(lora)))
     (batch,) = batches(1)
     want = lora.loss_of(apply)({name: leaf.bfloat16() for name, leaf in base.items()}, *batch)
     assert_trees_equal(step.forward(step.init(params), *batch), want)
-
-
-@in_turns(4)
-@pytest.mark.parametrize("remat", [False, True])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_grads_of_the_factors_are_those_of_plain_torch(lora: Any, stage: int, remat: bool) -> None:
-    loss, params = adapted_in_float64(lora)
-    base = {name: leaf for name, leaf in params.items() if not lora.is_factor(name)}
-    factors = {name: leaf for name, leaf in params.items() if lora.is_factor(name)}
-    assert len(factors) == 2 * 2 * 7 and base  # two blocks of seven linear maps
-
-    def plain(factors: Any) -> torch.Tensor:
-        return torch.stack([loss({**base, **factors}, *batch) for batch in batches(2)]).mean()
-
-    want = torch.func.grad(plain)(factors)
-    step = SHARDS[stage](fz.freeze(fz.train_step(loss, fz.adamw(1e-2)), "|".join(base)))
-    step = fz.remat(step) if remat else step
-
-    def rank_main(rank: int) -> None:
-        out, pullback = step.vjp(step.init(params), *batches(2)[rank])
-        grads, _ = pullback(torch.ones_like(out))
-        full = fz.gather(grads)
-        assert_trees_close({name: full[name] for name in factors}, want, rtol=1e-10)
-        for name in base:
-            assert full[name] is None
-            with pytest.raises(KeyError, match="frozen"):
-                grads[name]
-
-    run_ranks(rank_main, 2)
 
 
 @in_turns(2)

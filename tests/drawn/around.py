@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 from drawn.language import feature
-from drawn.write import Writer
+from drawn.write import AUX, Writer, told
 
-AUX = "0.1 * h.square().mean()"
 SIN = "torch.sin(h)"
-
-
-def _then(c: Writer) -> str:
-    w, b, _ = c.own()
-    return f"h = h + 0.3 * torch.tanh(h @ {w} + {b})"
 
 
 @feature("a class attribute", remedy=True)
 def class_attribute(c: Writer) -> None:
     """Set around a call, counted up, read where it is differentiated, or left for the caller."""
     hold, form = c.name("Hold"), c.number(4)
-    w, b, _ = c.own()
     c.top.append(f"class {hold}:\n    value = 1.0")
-    what = f"h + 0.3 * torch.tanh(h @ {w} + {b})"
+    what = f"h + {c.change()}"
     if c.remedied and form == 3:
-        block = c.unit("h", _then(c), f"return h, {AUX}")
-        c.do(f"h, {c.name('more')} = {c.call(block, 'h')}", f"total = total + {c.name('more')}")
+        told(c)
     elif c.remedied:
         block = c.unit("h, value", f"return {what} * value")
         c.do(f"h = {c.call(block, f'h, {(0.8, 1.1, SIN)[form]}')}")
@@ -32,36 +24,30 @@ def class_attribute(c: Writer) -> None:
         block = c.unit("h", f"return {what} * {hold}.value")
         c.do(f"{hold}.value = 0.8", f"h = {c.call(block, 'h')}", f"{hold}.value = 1.1")
     elif form == 1:
-        block = c.unit("h", f"{hold}.value += 0.1", f"return {what} * {hold}.value")
-        c.effect(block)
+        block = c.impure("h", f"{hold}.value += 0.1", f"return {what} * {hold}.value")
         c.do(f"{hold}.value = 1.0", f"h = {c.call(block, 'h')}", f"h = {c.call(block, 'h')} * {hold}.value")
     elif form == 2:
-        block = c.unit("h", f"return {what} * {hold}.value")
-        c.effect(block, captured=True)
+        block = c.impure("h", f"return {what} * {hold}.value", captured=True)
         c.do(f"{hold}.value = {SIN}", f"h = {c.call(block, 'h')}", f"{hold}.value = 1.0")
     else:
-        block = c.unit("h", _then(c), f"{hold}.value = {AUX}", "return h")
-        c.effect(block)
+        block = c.impure("h", c.changed(), f"{hold}.value = {AUX}", "return h")
         c.do(f"h = {c.call(block, 'h')}", f"total = total + {hold}.value", f"{hold}.value = 1.0")
 
 
 @feature("an error that the caller catches", rows=False, remedy=True)
 def error(c: Writer) -> None:
     form, log = c.number(3), c.name("log")
-    w, b, _ = c.own()
-    what = f"0.3 * torch.tanh(h @ {w} + {b})"
+    what = c.change()
     if form == 0:  # in some steps
         block = c.unit("h, n", "if n % 2:\n    raise ValueError('odd')", f"return h + {what}")
         c.do("try:", f"    h = {c.call(block, f'h, {c.n}')}", "except ValueError:", "    h = 0.9 * h")
     elif c.remedied:
-        c.do(f"h = {c.call(c.unit('h', f'return h + {what}'), 'h')}")
+        c.run("h", f"return h + {what}")
     elif form == 1:  # the error carries a tensor
-        block = c.unit("h", f"h = h + {what}", "raise KeyError(h)")
-        c.effect(block)
+        block = c.impure("h", f"h = h + {what}", "raise KeyError(h)")
         c.do("try:", f"    h = {c.call(block, 'h')}", "except KeyError as error:", "    h = error.args[0]")
     else:  # what was done before it stays
-        block = c.unit("h, log", f"h = h + {what}", "log.append(h)", "raise StopIteration")
-        c.effect(block)
+        block = c.impure("h, log", f"h = h + {what}", "log.append(h)", "raise StopIteration")
         c.do(f"{log} = []", "try:", f"    h = {c.call(block, f'h, {log}')}")
         c.do("except StopIteration:", f"    h = {log}[-1]")
 
@@ -69,14 +55,13 @@ def error(c: Writer) -> None:
 @feature("a context variable around a call", remedy=True)
 def variable(c: Writer) -> None:
     var, token = c.name("var"), c.name("token")
-    w, b, _ = c.own()
     again = c.number(2)
     if c.remedied:
-        block = c.unit("h, value", f"return h + 0.3 * torch.tanh(h @ {w} + {b}) * value")
+        block = c.unit("h, value", f"return h + {c.change()} * value")
         c.do(*[f"h = {c.call(block, f'h, {value}')}" for value in (0.5, 1.0)[: 1 + again]])
         return
     c.top.append(f"{var} = ContextVar('{var}', default=1.0)")
-    block = c.unit("h", f"return h + 0.3 * torch.tanh(h @ {w} + {b}) * {var}.get()")
+    block = c.unit("h", f"return h + {c.change()} * {var}.get()")
     c.do(f"{token} = {var}.set(0.5)", f"h = {c.call(block, 'h')}", f"{var}.reset({token})")
     if again:
         c.do(f"h = {c.call(block, 'h')}")
@@ -85,11 +70,9 @@ def variable(c: Writer) -> None:
 @feature("an argument given twice", remedy=True)
 def twice(c: Writer) -> None:
     a, form = c.name("a"), c.number(7)
-    w, b, _ = c.own()
-    then = f"h + 0.3 * torch.tanh(v @ {w} + {b})"
+    then = f"h + {c.change('v')}"
     if form < 3:
-        block = c.unit("h, v", f"return {then}")
-        c.do(f"h = {c.call(block, ['h, h', 'h, h[...]', 'h, h.view(h.shape)'][form])}")
+        c.run("h, v", f"return {then}", given=["h, h", "h, h[...]", "h, h.view(h.shape)"][form])
     elif form < 5:
         block = c.unit("h, v", f"return {then}, v")
         c.do(f"h, {a} = {c.call(block, ['h, h', 'h, h.T.T'][form - 3])}", f"h = h + 0.1 * {a}")
@@ -97,8 +80,7 @@ def twice(c: Writer) -> None:
         block = c.unit("h", "v = h * 0.5", "h = v", f"return {then}, v")
         c.do(f"{a} = h * 1.0", f"h, {a} = {c.call(block, a)}", f"h = h + 0.1 * {a}")
     else:  # and changed
-        block = c.unit("h, v", "v.mul_(0.5)", f"return {then}, v")
-        c.effect(block)
+        block = c.impure("h, v", "v.mul_(0.5)", f"return {then}, v")
         given = f"{a}, {a}" + ["", "[...]"][form - 5]
         c.do(f"{a} = h * 1.0", f"h, {a} = {c.call(block, given)}", f"h = h + 0.1 * {a}")
 

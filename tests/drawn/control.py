@@ -28,7 +28,7 @@ def by_step(c: Writer) -> None:
 @feature("a loop whose length the data decides", rows=False)
 def by_data(c: Writer) -> None:
     block = c.plain()
-    c.do(f"for _ in range(int({c.pick(['k.sum()', 'k[1]', 'k.max()'])}) % 3):", f"    h = {c.call(block, 'h')}")
+    c.do(f"for _ in range(int({c.pick('k.sum()', 'k[1]', 'k.max()')}) % 3):", f"    h = {c.call(block, 'h')}")
 
 
 @feature("a unit in a loop with shared weights")
@@ -46,7 +46,7 @@ def recurrent(c: Writer) -> None:
             f"h = 0.5 * h + 0.5 * {state}",
         )
     else:
-        block = c.unit("h, depth", f"return h + 0.3 * torch.tanh(h @ {w} + {b}) / (1 + depth)")
+        block = c.unit("h, depth", f"return h + {c.change()} / (1 + depth)")
         c.do("for depth in range(3):", f"    h = {c.call(block, 'h, depth')}")
 
 
@@ -59,12 +59,10 @@ def within(c: Writer) -> None:
             block = c.unit("h, r", f"return h + 0.3 * torch.tanh(block{other}(r, h) @ {w} + {b})")
             c.do(f"h = {c.call(block, f'h, p[{chr(34)}blocks{chr(34)}][{other}]')}")
         else:  # with its own
-            block = c.unit("h", "return h + 0.3 * unit(lambda q, h: torch.tanh(h @ q['w'] + q['b']))(q, h)")
-            c.do(f"h = {c.call(block, 'h')}")
+            c.run("h", "return h + 0.3 * unit(lambda q, h: torch.tanh(h @ q['w'] + q['b']))(q, h)")
     else:
         inner = ["self.inner = nn.ModuleList([Head(f'inner.{i}', 4, 4) for i in range(2)])"]
-        block = c.unit("h", f"return h + 0.2 * torch.tanh(self.inner[1](self.inner[0](h)) @ {w} + {b})", init=inner)
-        c.do(f"h = {c.call(block, 'h')}")
+        c.run("h", f"return h + 0.2 * torch.tanh(self.inner[1](self.inner[0](h)) @ {w} + {b})", init=inner)
 
 
 @feature("a custom Function with setup_context")
@@ -73,16 +71,12 @@ def custom(c: Writer) -> None:
     if c.number(2):
         c.inside(
             c.plain(),
-            c.pick(["h = h + 0.1 * Cube.apply(torch.sin(h))", f"h = h + 0.1 * torch.tanh(Scaled.apply(h, {w}))"]),
+            c.pick("h = h + 0.1 * Cube.apply(torch.sin(h))", f"h = h + 0.1 * torch.tanh(Scaled.apply(h, {w}))"),
         )
     else:
-        c.do(
-            c.pick(
-                [
-                    "h = h + 0.1 * Cube.apply(torch.sin(h))",
-                    f"h = h + 0.1 * torch.tanh(Scaled.apply(h, {c.root('g')}[:, None] * {c.root('g')}))",
-                ]
-            )
+        c.do_one(
+            "h = h + 0.1 * Cube.apply(torch.sin(h))",
+            f"h = h + 0.1 * torch.tanh(Scaled.apply(h, {c.root('g')}[:, None] * {c.root('g')}))",
         )
 
 
@@ -101,7 +95,7 @@ def checkpointed(c: Writer) -> None:
     """Refused where derivatives nest and in fz.tape: there the function is written without, and fz.remat recomputes."""
     w, b, _ = c.own()
     if c.remedied:
-        c.inside(c.plain(), f"h = h + 0.3 * torch.tanh(h @ {w} + {b})")
+        c.inside(c.plain(), c.changed())
     else:
         c.inside(c.plain(), f"h = h + 0.3 * checkpoint(lambda h: torch.tanh(h @ {w} + {b}), h, use_reentrant=False)")
 
@@ -109,8 +103,7 @@ def checkpointed(c: Writer) -> None:
 @feature("a hook over a root leaf or an attribute", kinds="module", weight=1.8, remedy=True)
 def hook(c: Writer) -> None:
     form = c.number(4)
-    w, b, _ = c.own()
-    block = c.unit("h", f"return h + 0.3 * torch.tanh(h @ {w} + {b})")
+    block = c.unit("h", f"return h + {c.change()}")
     if c.remedied:
         before = ["h", "h + 0.1 * self.g", "h * 0.9", "h"][form]
         after = ["h * (1 + 0.1 * self.g)", "h", "h", f"h * (1 + 0.1 * {c.leaf(block, 'b')})"][form]
@@ -131,21 +124,19 @@ def hook(c: Writer) -> None:
 @feature("closures over self", kinds="module", weight=1.8, remedy=True)
 def over_self(c: Writer) -> None:
     form, name = c.number(3), c.name("fns")
-    w, b, _ = c.own()
     if c.remedied:
-        own = c.unit("h", f"return h + 0.3 * torch.tanh(h @ {w} + {b})")
+        own = c.unit("h", f"return h + {c.change()}")
         after = ["h * (1 + 0.1 * self.g) + self.head.weight.mean() * 0.1", "h * (1 + 0.1 * self.g)", "h"][form]
         c.do(f"h = {c.call(own, 'h')}", f"h = {after}")
     elif form == 0:  # a list of lambdas
         c.init.append(f"self.{name} = [lambda h: h * (1 + 0.1 * self.g), lambda h: self.head.weight.mean() * 0.1 + h]")
         c.do(f"for f in self.{name}:", "    h = f(h)")
     elif form == 1:  # a wrapped forward
-        own = c.unit("h", f"return h + 0.3 * torch.tanh(h @ {w} + {b})")
+        own = c.unit("h", f"return h + {c.change()}")
         c.init += [
             f"{name} = self.blocks[{own}].forward",
             f"self.blocks[{own}].forward = lambda h: {name}(h) * (1 + 0.1 * self.g)",
         ]
         c.do(f"h = {c.call(own, 'h')}")
     else:  # of the unit itself
-        own = c.unit("h", "return self.act(h)", init=[f"self.act = lambda h: h + 0.3 * torch.tanh(h @ {w} + {b})"])
-        c.do(f"h = {c.call(own, 'h')}")
+        c.run("h", "return self.act(h)", init=[f"self.act = lambda h: h + {c.change()}"])

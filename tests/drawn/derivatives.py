@@ -50,7 +50,7 @@ def hessian(c: Writer) -> None:
 
 @feature("a gradient penalty")
 def penalty(c: Writer) -> None:
-    block, of = c.plain(), c.pick(["x", "h"])
+    block, of = c.plain(), c.pick("x", "h")
     name = c.name("gx")
     c.do(
         f"{name} = torch.func.grad(lambda z: {c.call(block, 'z')}.sum())({of})",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from drawn.language import FEATURES, KINDS, NUMBERS, Action, Feature, Program, Statement
 
@@ -58,50 +58,23 @@ SCALAR_VERBS = ("step", "vjp", "twice", "interleaved", "forward", "tape", "add",
 VERBS = ("vjp", "step", "twice", "interleaved", "forward", "tape", "add")
 
 
-class Source(Protocol):
-    """Where numbers come from; small ones are simple ones."""
-
-    def number(self, count: int) -> int:
-        """One of 0, ..., count - 1."""
-        ...
-
-
-class FromSeed:
-    """Numbers from a seed."""
-
-    def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)
-
-    def number(self, count: int) -> int:
-        return self._random.randrange(count)
-
-
-class FromHypothesis:
-    """Numbers from Hypothesis, which makes them smaller."""
-
-    def __init__(self, draw: Any) -> None:
-        from hypothesis import strategies as st
-
-        self._draw, self._integers = draw, st.integers
-
-    def number(self, count: int) -> int:
-        return self._draw(self._integers(0, count - 1))
+Source = Callable[[int], int]  # count -> one of 0, ..., count - 1; small ones are simple ones
 
 
 def chance(source: Source, percent: int) -> bool:
-    return source.number(100) >= 100 - percent
+    return source(100) >= 100 - percent
 
 
 def pick(source: Source, options: Sequence[Any]) -> Any:
-    return options[source.number(len(options))]
+    return options[source(len(options))]
 
 
 def numbers(source: Source) -> tuple[int, ...]:
-    return tuple(source.number(12) for _ in range(NUMBERS))
+    return tuple(source(12) for _ in range(NUMBERS))
 
 
 def weighted(source: Source, features: Sequence[Feature]) -> Feature:
-    place = source.number(int(sum(f.weight * 10 for f in features)))
+    place = source(int(sum(f.weight * 10 for f in features)))
     for one in features:
         place -= int(one.weight * 10)
         if place < 0:
@@ -121,7 +94,7 @@ def draw(source: Source, seed: int) -> Program:
     program = Program(
         seed=seed,
         kind=kind,
-        plain=1 + source.number(3),
+        plain=1 + source(3),
         statements=tuple(statements),
         form=form,
         units=pick(source, UNITS) if chance(source, 40) else None,
@@ -152,7 +125,7 @@ def _transforms(source: Source, program: Program) -> tuple[str, ...]:
         chosen[chosen.index("remat")] = "remat of some"
     out: list[str] = []
     while chosen:  # in any order
-        out.append(chosen.pop(source.number(len(chosen))))
+        out.append(chosen.pop(source(len(chosen))))
     hooks = "a hook on a tensor" in {s.feature for s in program.statements}  # which run as often as the pullback does
     return tuple(name for name in out if not (hooks and name == "fuse_update"))
 
@@ -170,7 +143,7 @@ def _actions(source: Source, program: Program) -> tuple[Action, ...]:
 
 
 def from_seed(seed: int) -> Program:
-    return draw(FromSeed(seed), seed)
+    return draw(random.Random(seed).randrange, seed)
 
 
 def programs() -> Any:
@@ -179,7 +152,7 @@ def programs() -> Any:
 
     @st.composite
     def drawn(draw_: Any) -> Program:
-        source = FromHypothesis(draw_)
-        return draw(source, source.number(1000))
+        source = lambda count: draw_(st.integers(0, count - 1))
+        return draw(source, source(1000))
 
     return drawn()

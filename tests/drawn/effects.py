@@ -3,58 +3,27 @@
 from __future__ import annotations
 
 from drawn.language import feature
-from drawn.write import Writer
-
-AUX = "0.1 * h.square().mean()"
+from drawn.write import AUX, Writer, told
 
 
-def _told(c: Writer) -> None:
-    """What each refusal of a side effect says: return it."""
-    w, b, _ = c.own()
-    more = c.name("more")
-    block = c.unit("h", f"h = h + 0.3 * torch.tanh(h @ {w} + {b})", f"return h, {AUX}")
-    c.do(f"h, {more} = {c.call(block, 'h')}", f"total = total + {more}")
-
-
-def _then(c: Writer) -> str:
-    w, b, _ = c.own()
-    return f"h = h + 0.3 * torch.tanh(h @ {w} + {b})"
-
-
-@feature("self.aux that the parent sums", kinds="module", weight=1.8, remedy=True)
+@feature("self.aux that the parent sums", kinds="module", weight=1.8, remedy=told)
 def attribute(c: Writer) -> None:
-    if c.remedied:
-        return _told(c)
-    block = c.unit("h", _then(c), f"self.aux = {AUX}", "return h")
-    c.effect(block)
-    c.do(
-        f"h = {c.call(block, 'h')}",
-        c.pick(
-            [
-                f"total = total + self.blocks[{block}].aux",
-                "total = total + sum(b.aux for b in self.blocks if hasattr(b, 'aux'))",
-            ]
-        ),
-    )
+    block = c.impure("h", c.changed(), f"self.aux = {AUX}", "return h")
+    more = c.pick(f"self.blocks[{block}].aux", "sum(b.aux for b in self.blocks if hasattr(b, 'aux'))")
+    c.do(f"h = {c.call(block, 'h')}", f"total = total + {more}")
 
 
-@feature("a list argument that is appended to", remedy=True)
+@feature("a list argument that is appended to", remedy=told)
 def appended(c: Writer) -> None:
-    if c.remedied:
-        return _told(c)
     log = c.name("log")
-    block = c.unit("h, log", _then(c), f"log.append({AUX})", "return h")
-    c.effect(block)
+    block = c.impure("h, log", c.changed(), f"log.append({AUX})", "return h")
     c.do(f"{log} = []", f"h = {c.call(block, f'h, {log}')}", f"total = total + sum({log})")
 
 
-@feature("a dict argument that is filled", remedy=True)
+@feature("a dict argument that is filled", remedy=told)
 def filled(c: Writer) -> None:
-    if c.remedied:
-        return _told(c)
-    cache, key = c.name("cache"), c.pick(["aux", "h"])
-    block = c.unit("h, cache", _then(c), f"cache['{key}'] = {AUX if key == 'aux' else 'h'}", "return h")
-    c.effect(block)
+    cache, key = c.name("cache"), c.pick("aux", "h")
+    block = c.impure("h, cache", c.changed(), f"cache['{key}'] = {AUX if key == 'aux' else 'h'}", "return h")
     c.do(f"{cache} = {{}}", f"h = {c.call(block, f'h, {cache}')}")
     value = f"{cache}['{key}']"
     c.do(f"total = total + {value}" if key == "aux" else f"total = total + 0.1 * {value}.square().mean()")
@@ -63,47 +32,35 @@ def filled(c: Writer) -> None:
 @feature("a dataclass argument", remedy=True)
 def dataclass_in(c: Writer) -> None:
     form = c.number(3)
-    w, b, _ = c.own()
     if c.remedied:
-        block = c.unit("h, v", f"h = h + 0.3 * torch.tanh(v @ {w} + {b})", f"return h, {AUX}")
+        block = c.unit("h, v", f"h = h + {c.change('v')}", f"return h, {AUX}")
         c.do(f"h, {c.name('more')} = {c.call(block, 'h, h * 0.5')}")
         if form == 2:
             c.do(f"total = total + {c.name('more')}")
         return
     carry = c.name("carry")
     if form == 0:
-        block = c.unit("carry", f"return carry.h + 0.3 * torch.tanh(carry.penalty @ {w} + {b})")
-        c.do(f"h = {c.call(block, 'Carry(h, h * 0.5)')}")
+        c.run("carry", f"return carry.h + {c.change('carry.penalty')}", given="Carry(h, h * 0.5)")
     elif form == 1:
-        block = c.unit("h, carry", f"return h + 0.3 * torch.tanh(carry.h @ {w} + {b})")
-        c.do(f"h = {c.call(block, 'h, Carry(h * 0.5)')}")
+        c.run("h, carry", f"return h + {c.change('carry.h')}", given="h, Carry(h * 0.5)")
     else:
-        block = c.unit(
-            "h, carry", f"h = h + 0.3 * torch.tanh(carry.h @ {w} + {b})", f"carry.penalty = {AUX}", "return h"
-        )
-        c.effect(block)
+        block = c.impure("h, carry", f"h = h + {c.change('carry.h')}", f"carry.penalty = {AUX}", "return h")
         c.do(f"{carry} = Carry(h * 0.5)", f"h = {c.call(block, f'h, {carry}')}", f"total = total + {carry}.penalty")
 
 
-@feature("a dataclass output", remedy=True)
+@feature("a dataclass output", remedy=told)
 def dataclass_out(c: Writer) -> None:
-    if c.remedied:
-        return _told(c)
     carry = c.name("carry")
-    block = c.unit("h", _then(c), f"return Carry(h, {AUX})")
+    block = c.unit("h", c.changed(), f"return Carry(h, {AUX})")
     c.do(f"{carry} = {c.call(block, 'h')}", f"h = {carry}.h", f"total = total + {carry}.penalty")
 
 
 @feature("an attribute that the parent sets before the call", kinds="module", weight=2.0, remedy=True)
 def attribute_before(c: Writer) -> None:
-    w, b, _ = c.own()
-    value = c.pick(["h.mean(-1, keepdim=True)", "torch.sin(self.g)", "h * 0.5"])
+    value = c.pick("h.mean(-1, keepdim=True)", "torch.sin(self.g)", "h * 0.5")
     if c.remedied:
-        block = c.unit("h, context", f"return h + 0.3 * torch.tanh(h @ {w} + {b}) * context")
-        c.do(f"h = {c.call(block, f'h, {value}')}")
-        return
-    block = c.unit("h", f"return h + 0.3 * torch.tanh(h @ {w} + {b}) * self.context")
-    c.effect(block, captured=True)
+        return c.run("h, context", f"return h + {c.change()} * context", given=f"h, {value}")
+    block = c.impure("h", f"return h + {c.change()} * self.context", captured=True)
     c.do(f"self.blocks[{block}].context = {value}", f"h = {c.call(block, 'h')}")
 
 
@@ -112,17 +69,17 @@ def stash(c: Writer) -> None:
     a, form = c.name("stash"), c.number(3)
     w, b, _ = c.own()
     if c.remedied:
-        first = c.unit("h", _then(c), f"return h, h @ {w}")
+        first = c.unit("h", c.changed(), f"return h, h @ {w}")
         second = c.unit("h, old", f"return h + 0.3 * torch.tanh(old + {b})")
         c.do(f"h, {a} = {c.call(first, 'h')}", f"h = {c.call(second, f'h, {a}')}")
     elif form == 0 or c.pure:
-        first = c.unit("h, stash", _then(c), f"stash['old'] = h @ {w}", "return h")
+        first = c.unit("h, stash", c.changed(), f"stash['old'] = h @ {w}", "return h")
         second = c.unit("h, stash", f"return h + 0.3 * torch.tanh(stash['old'] + {b})")
         c.do(f"{a} = {{}}", f"h = {c.call(first, f'h, {a}')}", f"h = {c.call(second, f'h, {a}')}")
     else:  # an object that both modules were made with
         init = [] if form == 1 else ["self.old = None"]
         keep = "self.stash['old']" if form == 1 else "self.stash.old"
-        first = c.unit("h", _then(c), f"{keep} = h @ {w}", "return h", init=init)
+        first = c.unit("h", c.changed(), f"{keep} = h @ {w}", "return h", init=init)
         second = c.unit("h", f"return h + 0.3 * torch.tanh({keep} + {b})")
         made = "{}" if form == 1 else "SimpleNamespace()"
         c.init.append(f"self.blocks[{first}].stash = self.blocks[{second}].stash = {made}")
@@ -133,22 +90,13 @@ def stash(c: Writer) -> None:
 
 @feature("a buffer that is assigned", kinds="module", rows=False, weight=2.4, remedy=True)
 def buffer(c: Writer) -> None:
-    w, b, _ = c.own()
-    change = c.pick(
-        [
-            "{ema} = 0.5 * {ema} + 0.5 * h.detach().mean(0)",
-            "{ema} = {ema} + 0.1",
-            "{ema}.mul_(0.9)",
-        ]
-    )
-    body = f"return h + 0.3 * torch.tanh(h @ {w} + {b}) * "
+    change = c.pick("{ema} = 0.5 * {ema} + 0.5 * h.detach().mean(0)", "{ema} = {ema} + 0.1", "{ema}.mul_(0.9)")
+    body = f"return h + {c.change()} * "
     if c.remedied:  # a state of the function, handed to the unit
         ema, change = c.name("ema"), change.replace("{ema}.mul_(0.9)", "{ema} = {ema} * 0.9")
         c.top.append(f"{ema} = Config(torch.ones(4, dtype=F64))")
-        block = c.unit("h, ema", body + "ema")
-        c.do(change.format(ema=f"{ema}.scale"), f"h = {c.call(block, f'h, {ema}.scale')}")
+        c.do(change.format(ema=f"{ema}.scale"))
+        c.run("h, ema", body + "ema", given=f"h, {ema}.scale")
         return
     init = ['self.register_buffer("ema", torch.ones(4, dtype=F64))']
-    block = c.unit("h", change.format(ema="self.ema"), body + "self.ema", init=init)
-    c.effect(block)
-    c.do(f"h = {c.call(block, 'h')}")
+    c.do(f"h = {c.call(c.impure('h', change.format(ema='self.ema'), body + 'self.ema', init=init), 'h')}")

@@ -9,15 +9,13 @@ from drawn.write import Writer
 @feature("in-place on a unit's input, inside it", remedy=True)
 def on_input(c: Writer) -> None:
     a, form, later = c.name("a"), c.number(4), c.number(2)
-    w, b, _ = c.own()
     change = ["h.mul_(1.5)", "h += 0.3", "h[:, 1:] = h[:, 1:] * 0.5", "h.clamp_(-1.0, 1.0)"][form]
-    then = f"h + 0.3 * torch.tanh(h @ {w} + {b})"
+    then = f"h + {c.change()}"
     if c.remedied:
         block = c.unit("h", "h = h.clone()", change, f"return {then}, h")
         c.do(f"{a} = h * 1.1", f"h, {a} = {c.call(block, a)}")
     else:
-        block = c.unit("h", change, f"return {then}")
-        c.effect(block)
+        block = c.impure("h", change, f"return {then}")
         c.do(f"{a} = h * 1.1", f"h = {c.call(block, a)}")
     c.do(f"del {a}" if later else f"h = h + 0.1 * {a}")
 
@@ -25,60 +23,41 @@ def on_input(c: Writer) -> None:
 @feature("in-place on a unit's output, outside it", remedy=True)
 def on_output(c: Writer) -> None:
     a, form = c.name("a"), c.number(4)
-    c.do(f"{a} = {c.call(c.plain(), 'h')}")
-    if c.remedied:
-        c.do(
-            [
-                f"{a} = {a} * 1.5",
-                f"{a} = {a} + 0.3",
-                f"{a} = torch.cat([{a}[:, :1], {a}[:, 1:] * 0.5], 1)",
-                f"{a} = {a} + 0.1 * h",
-            ][form]
-        )
-    else:
-        c.do([f"{a}.mul_(1.5)", f"{a} += 0.3", f"{a}[:, 1:] = {a}[:, 1:] * 0.5", f"{a}.add_(h, alpha=0.1)"][form])
-    c.do(f"h = {a}")
+    new = [f"{a} * 1.5", f"{a} + 0.3", f"torch.cat([{a}[:, :1], {a}[:, 1:] * 0.5], 1)", f"{a} + 0.1 * h"][form]
+    change = [f"{a}.mul_(1.5)", f"{a} += 0.3", f"{a}[:, 1:] = {a}[:, 1:] * 0.5", f"{a}.add_(h, alpha=0.1)"][form]
+    c.do(f"{a} = {c.call(c.plain(), 'h')}", f"{a} = {new}" if c.remedied else change, f"h = {a}")
 
 
 @feature("in-place on an activation, inside a unit")
 def activation_inside(c: Writer) -> None:
     w, b, _ = c.own()
-    c.inside(
-        c.plain(),
-        c.pick(
-            [
-                f"t = h @ {w}\nt.tanh_()\nh = h + 0.1 * t",
-                f"t = h @ {w}\nt += {b}\nt.relu_()\nh = h + 0.1 * t",
-                f"t = torch.zeros_like(h)\nt += {b}\nh = h + 0.1 * t",
-                f"t = h * {b}\nt[..., 0].mul_(2.0)\nh = h + 0.1 * t",
-                f"t = torch.empty_like(h).copy_(h @ {w})\nh = h + 0.1 * t",
-            ]
-        ),
+    c.inside_one(
+        f"t = h @ {w}\nt.tanh_()\nh = h + 0.1 * t",
+        f"t = h @ {w}\nt += {b}\nt.relu_()\nh = h + 0.1 * t",
+        f"t = torch.zeros_like(h)\nt += {b}\nh = h + 0.1 * t",
+        f"t = h * {b}\nt[..., 0].mul_(2.0)\nh = h + 0.1 * t",
+        f"t = torch.empty_like(h).copy_(h @ {w})\nh = h + 0.1 * t",
     )
 
 
 @feature("in-place on an activation, outside")
 def activation_outside(c: Writer) -> None:
     a = c.name("a")
-    c.do(
-        f"{a} = h * 1.2",
-        c.pick([f"{a}.tanh_()", f"{a} += {c.root('g')}", f"{a}.sub_(0.1).mul_(0.9)", f"{a}.add_(h).relu_()"]),
-    )
-    c.do(f"h = 0.5 * h + 0.5 * {a}")
+    change = c.pick(f"{a}.tanh_()", f"{a} += {c.root('g')}", f"{a}.sub_(0.1).mul_(0.9)", f"{a}.add_(h).relu_()")
+    c.do(f"{a} = h * 1.2", change, f"h = 0.5 * h + 0.5 * {a}")
 
 
 @feature("nn.ReLU(inplace=True) at the beginning of a unit", remedy=True)
 def relu(c: Writer) -> None:
     a, later = c.name("a"), c.number(2)
-    w, b, _ = c.own()
-    then = f"h + 0.3 * torch.tanh(h @ {w} + {b})"
+    then = f"h + {c.change()}"
     if c.remedied:
         block = c.unit("h", "h = F.relu(h)", f"return {then}, h")
         c.do(f"{a} = h + 0.3", f"h, {a} = {c.call(block, a)}")
     else:
         init = [] if c.pure else ["self.relu = nn.ReLU(inplace=True)"]
-        block = c.unit("h", f"h = {'nn.ReLU(inplace=True)' if c.pure else 'self.relu'}(h)", f"return {then}", init=init)
-        c.effect(block)
+        own = "nn.ReLU(inplace=True)" if c.pure else "self.relu"
+        block = c.impure("h", f"h = {own}(h)", f"return {then}", init=init)
         c.do(f"{a} = h + 0.3", f"h = {c.call(block, a)}")
     c.do(f"del {a}" if later else f"h = h + 0.1 * {a}")
 
@@ -88,25 +67,12 @@ def setitem(c: Writer) -> None:
     a, block = c.name("a"), c.plain()
     w, _, _ = c.own()
     if c.number(3) == 0:
-        c.inside(
-            block,
-            c.pick(
-                ["t = h.clone()\nt[..., 0] = 0.5\nh = t", f"t = h @ {w}\nt[..., 1:3] = h[..., :2]\nh = h + 0.1 * t"]
-            ),
-        )
+        one, other = "t = h.clone()\nt[..., 0] = 0.5\nh = t", f"t = h @ {w}\nt[..., 1:3] = h[..., :2]\nh = h + 0.1 * t"
+        c.inside(block, c.pick(one, other))
     else:
-        c.do(
-            f"{a} = h.clone()",
-            c.pick(
-                [
-                    f"{a}[0] = 0.5",
-                    f"{a}[1] = {c.call(block, 'h')}[2]",
-                    f"{a}[:, 2] = {c.root('g')}[0]",
-                    f"{a}[k % 2 == 0] = 0.1",
-                ]
-            ),
-            f"h = {a}",
-        )
+        g = c.root("g")
+        change = c.pick("[0] = 0.5", f"[1] = {c.call(block, 'h')}[2]", f"[:, 2] = {g}[0]", "[k % 2 == 0] = 0.1")
+        c.do(f"{a} = h.clone()", a + change, f"h = {a}")
 
 
 @feature("a unit that returns its input, changed outside", remedy=True)
@@ -116,7 +82,7 @@ def returned(c: Writer) -> None:
     block = c.unit("h", f"return h, h + 0.1 * {b}") if form else c.unit("h", "return h")
     c.do(f"{a} = h * 1.1")
     c.do(f"{r}, h = {c.call(block, a)}" if form else f"{r} = {c.call(block, a)}")
-    change = c.pick(["mul 2.0", "add 0.5"]).split()
+    change = c.pick("mul 2.0", "add 0.5").split()
     if c.remedied:
         c.do(f"{r} = {a} = torch.{change[0]}({r}, {change[1]})")
     else:
@@ -148,8 +114,7 @@ def on_leaf(c: Writer) -> None:
         c.do(f"{a} = {c.root('g')}.clone()", f"{a}[0] = 1.0", f"h = h + 0.1 * {a}")
     elif form == 2:
         change = f"b = {b} - 0.1 * {b}.detach()" if c.remedied else f"with torch.no_grad():\n    {b}.mul_(0.9)"
-        block = c.unit("h", change, f"return h + 0.3 * torch.tanh(h @ {w} + {'b' if c.remedied else b})")
-        c.do(f"h = {c.call(block, 'h')}")
+        c.run("h", change, f"return h + 0.3 * torch.tanh(h @ {w} + {'b' if c.remedied else b})")
     else:
         g = c.root("g")
         if c.remedied:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from drawn.write import Writer
@@ -107,7 +107,7 @@ class Feature:
         nests: whether a derivative of a derivative has one answer: what is done under no_grad counts as constant for
             autograd's double backward, and for torch.func only at the innermost level.
         weight: how often it is drawn, relative to others: more often where plain torch refuses it often.
-        remedy: whether it can be written in another way, which a refusal would tell.
+        remedy: whether it can be written in another way, which a refusal would tell; or what writes it so.
     """
 
     name: str
@@ -118,7 +118,7 @@ class Feature:
     checkpoints: bool = False
     nests: bool = True
     weight: float = 1.0
-    remedy: bool = False
+    remedy: bool | Callable[[Writer], None] = False
 
 
 FEATURES: dict[str, Feature] = {}
@@ -129,19 +129,13 @@ def feature(
     *,
     kinds: str = "pure module",
     forms: str = "scalar aux outputs",
-    rows: bool = True,
-    checkpoints: bool = False,
-    nests: bool = True,
-    weight: float = 1.0,
-    remedy: bool = False,
+    **more: Any,
 ) -> Callable[[Callable[[Writer], None]], Callable[[Writer], None]]:
     """Enters a writing function into the language."""
 
     def enter(write: Callable[[Writer], None]) -> Callable[[Writer], None]:
         assert name not in FEATURES
-        FEATURES[name] = Feature(
-            name, write, tuple(kinds.split()), tuple(forms.split()), rows, checkpoints, nests, weight, remedy
-        )
+        FEATURES[name] = Feature(name, write, tuple(kinds.split()), tuple(forms.split()), **more)
         return write
 
     return enter

@@ -9,11 +9,7 @@ from drawn.write import Writer
 @feature("a root leaf in the middle")
 def root(c: Writer) -> None:
     g = c.root("g")
-    c.do(
-        c.pick(
-            [f"h = h + 0.1 * torch.sin({g})", f"h = h * (1 + 0.1 * {g})", f"h = torch.lerp(h, {g}.expand_as(h), 0.1)"]
-        )
-    )
+    c.do_one(f"h = h + 0.1 * torch.sin({g})", f"h = h * (1 + 0.1 * {g})", f"h = torch.lerp(h, {g}.expand_as(h), 0.1)")
 
 
 OUTSIDE = [
@@ -34,7 +30,7 @@ OUTSIDE = [
 
 @feature("a leaf outside its unit", rows=True, remedy=True)
 def outside(c: Writer) -> None:
-    block, text = c.plain(), c.pick(OUTSIDE)
+    block, text = c.plain(), c.pick(*OUTSIDE)
     if c.remedied and c.pure:
         target, expression = text.format(w='q["w"]', b='q["b"]').split(" = ")
         args = "h" if target == "h" else "total, h"
@@ -48,14 +44,12 @@ def passed(c: Writer) -> None:
     other, form = c.plain(), c.number(3)
     w, b, _ = c.own()
     if form == 0:
-        block = c.unit("h, v", f"return h + 0.3 * torch.tanh(h @ {w} @ v + {b})")
-        c.do(f"h = {c.call(block, 'h, ' + c.leaf(other, 'w'))}")
+        c.run("h, v", f"return h + 0.3 * torch.tanh(h @ {w} @ v + {b})", given="h, " + c.leaf(other, "w"))
     elif form == 1:
-        block = c.unit("h, v=None", f"return h + 0.3 * torch.tanh(F.linear(h, v, {b}))")
-        c.do(f"h = {c.call(block, 'h, v=' + c.leaf(other, 'w'))}")
+        c.run("h, v=None", f"return h + 0.3 * torch.tanh(F.linear(h, v, {b}))", given="h, v=" + c.leaf(other, "w"))
     else:
-        block = c.unit("h, v", f"return h + 0.1 * torch.tanh(h @ {w} @ v[0]['w'] + v[1])")
-        c.do(f"h = {c.call(block, 'h, [dict(w=' + c.leaf(other, 'w') + '), ' + c.root('g') + ']')}")
+        both = f"h, [dict(w={c.leaf(other, 'w')}), {c.root('g')}]"
+        c.run("h, v", f"return h + 0.1 * torch.tanh(h @ {w} @ v[0]['w'] + v[1])", given=both)
 
 
 @feature("another module's weight read by the parent", kinds="module", weight=1.9)
@@ -72,29 +66,23 @@ def codebook(c: Writer) -> None:
 @feature("a leaf twice in one unit")
 def twice(c: Writer) -> None:
     w, b, s = c.own()
-    c.inside(
-        c.plain(),
-        c.pick(
-            [
-                f"h = h + 0.1 * torch.tanh(h @ {w} @ {w}.T)",
-                f"h = h + 0.1 * {b} * {b} + 0.1 * {s} * h",
-                f"h = h + 0.1 * torch.tanh(torch.tanh(h @ {w}) @ {w})",
-            ]
-        ),
+    c.inside_one(
+        f"h = h + 0.1 * torch.tanh(h @ {w} @ {w}.T)",
+        f"h = h + 0.1 * {b} * {b} + 0.1 * {s} * h",
+        f"h = h + 0.1 * torch.tanh(torch.tanh(h @ {w}) @ {w})",
     )
 
 
 @feature("a leaf in two calls")
 def calls(c: Writer) -> None:
     call = c.call(c.plain(), "h")
-    c.do(f"h = {call}", c.pick(["h = torch.sin(h)", "h = h.neg()", f"h = h + 0.1 * {c.root('g')}"]), f"h = {call}")
+    c.do(f"h = {call}", c.pick("h = torch.sin(h)", "h = h.neg()", f"h = h + 0.1 * {c.root('g')}"), f"h = {call}")
 
 
 @feature("a unit's weights tied to another unit's", kinds="module", weight=1.9)
 def tied(c: Writer) -> None:
-    w, b, _ = c.own()
-    block = c.unit("h", f"return h + 0.3 * torch.tanh(h @ {w} + {b})")
-    name = c.pick(["w", "b"])
+    block = c.unit("h", f"return h + {c.change()}")
+    name = c.pick("w", "b")
     c.init.append(f"self.blocks[{block}].{name} = self.blocks[{c.plain()}].{name}")
     c.do(f"h = {c.call(block, 'h')}")
 
@@ -116,10 +104,10 @@ def detached(c: Writer) -> None:
     where, block = c.number(3), c.plain()
     w, b, _ = c.own()
     if where == 0:
-        c.inside(block, c.pick([f"h = h + 0.1 * (h @ {w}.detach())", f"h = h + 0.1 * ({b}.detach() * {b})"]))
+        c.inside(block, c.pick(f"h = h + 0.1 * (h @ {w}.detach())", f"h = h + 0.1 * ({b}.detach() * {b})"))
     elif where == 1:
         g = c.root("g")
-        c.do(c.pick([f"h = h + 0.1 * {g}.detach()", f"h = h * (1 + 0.1 * {g} * {g}.detach())"]))
+        c.do_one(f"h = h + 0.1 * {g}.detach()", f"h = h * (1 + 0.1 * {g} * {g}.detach())")
     elif c.remedied and c.pure:
         c.do(f'h = unit(lambda q, h: h + 0.1 * (h @ q["w"].detach()))(p["blocks"][{block}], h)')
     else:
@@ -130,16 +118,9 @@ def detached(c: Writer) -> None:
 def leaf_out(c: Writer) -> None:
     w, b, _ = c.own()
     form, name = c.number(4), c.name("w")
-    block = c.unit(
-        "h", f"h = h + 0.3 * torch.tanh(h @ {w} + {b})", f"return h, {[w, w + '.T', b + '[:2]', w + '.detach()'][form]}"
-    )
-    use = [
-        f"h = h + 0.1 * (h @ {name})",
-        f"h = h + 0.1 * (h @ {name})",
-        f"h = h + 0.1 * {name}.sum()",
-        f"h = h + 0.1 * (h @ {name})",
-    ]
-    c.do(f"h, {name} = {c.call(block, 'h')}", use[form])
+    block = c.unit("h", c.changed(), f"return h, {[w, w + '.T', b + '[:2]', w + '.detach()'][form]}")
+    use = f"{name}.sum()" if form == 2 else f"(h @ {name})"
+    c.do(f"h, {name} = {c.call(block, 'h')}", f"h = h + 0.1 * {use}")
 
 
 @feature("a leaf as an output", forms="outputs", rows=False, weight=3.0, remedy=True)
@@ -166,10 +147,13 @@ def _leaf_out(c: Writer) -> None:
     c.do(f'outs["{name}"] = {text}')
 
 
+SUMMED = "loss = loss + 0.01 * sum_over(p, lambda l: l.square().sum())"
+
+
 @feature("a regulariser over all leaves", remedy=True)
 def regulariser(c: Writer) -> None:
     if c.remedied:
-        c.around.append("loss = loss + 0.01 * sum_over(p, lambda l: l.square().sum())")
+        c.around.append(SUMMED)
     elif c.pure or c.number(2):
         c.around.append("loss = loss + 0.01 * sum(l.square().sum() for l in tree_leaves(p))")
     else:
@@ -178,31 +162,19 @@ def regulariser(c: Writer) -> None:
 
 @feature("leaves filtered by isinstance", remedy=True)
 def filtered(c: Writer) -> None:
-    if c.remedied:
-        c.around.append("loss = loss + 0.01 * sum_over(p, lambda l: l.square().sum())")
-    else:
-        c.around.append(
-            "loss = loss + 0.01 * sum(l.square().sum() for l in tree_leaves(p) if isinstance(l, torch.Tensor))"
-        )
+    told = "loss = loss + 0.01 * sum(l.square().sum() for l in tree_leaves(p) if isinstance(l, torch.Tensor))"
+    c.around.append(SUMMED if c.remedied else told)
 
 
 @feature("fz.sum_over")
 def summed(c: Writer) -> None:
-    c.around.append(
-        c.pick(
-            [
-                "loss = loss + 0.01 * sum_over(p, lambda l: l.square().sum())",
-                "loss = loss + 0.01 * sum_over(p, lambda l: l.abs().sum() if l.ndim > 1 else 0.5 * l.sum())",
-            ]
-        )
-    )
+    other = "loss = loss + 0.01 * sum_over(p, lambda l: l.abs().sum() if l.ndim > 1 else 0.5 * l.sum())"
+    c.around.append(c.pick(SUMMED, other))
 
 
 @feature("a leaf never used")
 def unused(c: Writer) -> None:
-    w, b, _ = c.own()
-    block = c.unit("h", f"return h + 0.3 * torch.tanh(h @ {w} + {b})", u="3")
-    c.do(f"h = {c.call(block, 'h')}")
+    c.run("h", f"return h + {c.change()}", u="3")
 
 
 @feature("an output that does not depend on the params")
@@ -214,33 +186,21 @@ def independent(c: Writer) -> None:
 @feature("params with requires_grad=False", kinds="module", weight=1.9)
 def frozen(c: Writer) -> None:
     block = c.plain()
-    c.init.append(
-        c.pick(
-            [
-                f"self.blocks[{block}].w.requires_grad_(False)",
-                f"self.blocks[{block}].requires_grad_(False)",
-                "self.emb.weight.requires_grad_(False)",
-            ]
-        )
-    )
+    of = c.pick(f"self.blocks[{block}].w", f"self.blocks[{block}]", "self.emb.weight")
+    c.init.append(f"{of}.requires_grad_(False)")
 
 
 @feature("views, indexing and gather of leaves")
 def views(c: Writer) -> None:
     w, b, _ = c.own()
-    c.inside(
-        c.plain(),
-        c.pick(
-            [
-                f"h = h + 0.1 * torch.tanh(h @ {w}.T)",
-                f"h = h + 0.1 * {w}.view(-1)[3:7]",
-                f"h = h + 0.1 * {b}.expand(h.shape)",
-                f"h = h + 0.1 * {w}[1] + 0.1 * {w}[:, 2]",
-                f"h = h + 0.1 * {w}[torch.tensor([0, 2, 2])].sum(0)",
-                f"h = h + 0.1 * torch.gather({w}, 1, torch.tensor([[0], [3], [1], [1]])).T",
-                f"h = h + 0.1 * {w}.reshape(2, 8).transpose(0, 1).reshape(4, 4)[0]",
-                f"h = h + 0.1 * torch.cat([{b}[2:], {b}[:2]]) * {w}.diagonal()",
-                f"h = h + 0.1 * F.embedding(torch.tensor([1, 1, 3]), {w}).mean(0)",
-            ]
-        ),
+    c.inside_one(
+        f"h = h + 0.1 * torch.tanh(h @ {w}.T)",
+        f"h = h + 0.1 * {w}.view(-1)[3:7]",
+        f"h = h + 0.1 * {b}.expand(h.shape)",
+        f"h = h + 0.1 * {w}[1] + 0.1 * {w}[:, 2]",
+        f"h = h + 0.1 * {w}[torch.tensor([0, 2, 2])].sum(0)",
+        f"h = h + 0.1 * torch.gather({w}, 1, torch.tensor([[0], [3], [1], [1]])).T",
+        f"h = h + 0.1 * {w}.reshape(2, 8).transpose(0, 1).reshape(4, 4)[0]",
+        f"h = h + 0.1 * torch.cat([{b}[2:], {b}[:2]]) * {w}.diagonal()",
+        f"h = h + 0.1 * F.embedding(torch.tensor([1, 1, 3]), {w}).mean(0)",
     )

@@ -1,20 +1,20 @@
-"""What a program's file may name beside torch: tables, containers and Functions as users write them."""
+"""What a program's file may name, all of this module: tables, containers and Functions as users write them."""
 
 from __future__ import annotations
 
-import contextvars
-import functools
+import functools as functools
 import zlib
 from collections.abc import Callable
+from contextvars import ContextVar as ContextVar
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import SimpleNamespace as SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-import torch.utils.checkpoint
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils.checkpoint import checkpoint as checkpoint
 
 F64 = torch.float64
 
@@ -114,22 +114,8 @@ def namespace(seed: int, unit: Callable[..., Any], functional: Callable[..., Any
         sum_over: `fz.sum_over`, or a sum over leaves.
     """
     return {
+        **globals(),
         "__name__": "program",
-        "torch": torch,
-        "nn": nn,
-        "F": F,
-        "F64": F64,
-        "checkpoint": torch.utils.checkpoint.checkpoint,
-        "SimpleNamespace": SimpleNamespace,
-        "tree_leaves": tree_leaves,
-        "functools": functools,
-        "ContextVar": contextvars.ContextVar,
-        "Config": Config,
-        "Pair": Pair,
-        "Carry": Carry,
-        "Cube": Cube,
-        "Scaled": Scaled,
-        "Doubling": Doubling,
         "draw": lambda name, *shape: draw(seed, name, *shape),
         "leaf": lambda name, *shape: nn.Parameter(draw(seed, name, *shape)),
         "Table": lambda name, *shape: Table(nn.Parameter(draw(seed, name, *shape))),

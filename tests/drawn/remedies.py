@@ -40,7 +40,7 @@ def remedy(program: Program, verdict: Verdict, run: Callable[[Program], Verdict]
 
 def _remedied(program: Program, message: str) -> Iterator[Program]:
     """The program with all its statements as they are told to be; then also with other units, or a transform less."""
-    statements = tuple(s._replace(remedied=FEATURES[s.feature].remedy) for s in program.statements)
+    statements = tuple(s._replace(remedied=bool(FEATURES[s.feature].remedy)) for s in program.statements)
     told = program.replace(statements=statements)
     if told != program:
         yield told

@@ -9,6 +9,7 @@ from typing import Any
 
 import optree
 import torch
+from exactness import SHARDS
 from memories import DISK, HOST
 from torch import nn
 
@@ -19,12 +20,6 @@ from drawn.plain import frozen_pattern, is_real
 from drawn.prelude import namespace
 from fzero.engine import activations
 
-SHARDS: dict[int, Callable[..., fz.Step]] = {
-    0: lambda step: step,
-    1: fz.shard_zero1,
-    2: fz.shard_zero2,
-    3: fz.shard_zero3,
-}
 SOME = "blocks.*"  # leaves that every program has
 TRANSFORMS: dict[str, Callable[[fz.Step], fz.Step]] = {
     "remat": fz.remat,

@@ -20,11 +20,9 @@ def over_activation(c: Writer) -> None:
 @feature("a closure over a constant")
 def over_constant(c: Writer) -> None:
     const = c.name("const")
-    w, b, _ = c.own()
     c.top.append(f"{const} = torch.linspace(0.5, 1.5, 4, dtype=F64)")
     if c.number(2):
-        block = c.unit("h", f"return h + 0.3 * torch.tanh(h @ {w} + {b}) * {const}")
-        c.do(f"h = {c.call(block, 'h')}")
+        c.run("h", f"return h + {c.change()} * {const}")
     else:
         c.inside(c.plain(), f"h = h * {const}")
 
@@ -32,14 +30,7 @@ def over_constant(c: Writer) -> None:
 @feature("a closure over a list of leaves", kinds="pure", weight=1.8, remedy=True)
 def over_leaves(c: Writer) -> None:
     ws, block, form = c.name("ws"), c.leaves(), c.number(3)
-    c.do(
-        f"{ws} = "
-        + [
-            "[p['g'], p['g'] * 2]",
-            f"[q['b'] for q in p['blocks'][:{c.program.plain}]]",
-            f"[q['b'] for q in p['blocks'][:{c.program.plain}]]",
-        ][form]
-    )
+    c.do(f"{ws} = " + (f"[q['b'] for q in p['blocks'][:{c.program.plain}]]" if form else "[p['g'], p['g'] * 2]"))
     if c.remedied:
         c.do(f"h = unit(lambda q, h, ws: h + 0.1 * sum(ws) * torch.tanh(h @ q['w']))(p['blocks'][{block}], h, {ws})")
     else:
@@ -48,8 +39,7 @@ def over_leaves(c: Writer) -> None:
 
 @feature("opaque arguments")
 def opaque_in(c: Writer) -> None:
-    w, b, _ = c.own()
-    what = f"h + 0.3 * torch.tanh(h @ {w} + {b})"
+    what = f"h + {c.change()}"
     args, line, given = [
         ("h, mask, mode", f"return {what} if mask is None and mode == 'train' else h", "h, None, 'train'"),
         ("h, config", f"return ({what}) * config.scale", "h, Config(0.9)"),
@@ -58,9 +48,7 @@ def opaque_in(c: Writer) -> None:
         ("h, fn", "h = fn(h)", "h, torch.sin"),
         ("h, pair", "h = h * pair.one + pair.two['a'][0]", "h, Pair(0.9, {'a': [torch.cos(h)], 'b': None})"),
     ][c.number(6)]
-    lines = [line] if line.startswith("return") else [line, f"return {what}"]
-    block = c.unit(args, *lines)
-    c.do(f"h = {c.call(block, given)}")
+    c.run(args, line, *([] if line.startswith("return") else [f"return {what}"]), given=given)
 
 
 @feature("a torch.Generator as an argument", rows=False, remedy=True)
@@ -76,9 +64,8 @@ def generator(c: Writer) -> None:
 
 @feature("opaque outputs of a unit")
 def opaque_out(c: Writer) -> None:
-    w, b, _ = c.own()
     out = c.name("out")
-    what = f"h + 0.3 * torch.tanh(h @ {w} + {b})"
+    what = f"h + {c.change()}"
     line, use = [
         (f"return {what}, None, 'name'", f"h = {out}[0] if {out}[1] is None and {out}[2] == 'name' else h"),
         (f"return Pair({what}, 2)", f"h = {out}.one * {out}.two"),
@@ -108,23 +95,18 @@ def nested(c: Writer) -> None:
 @feature("keyword arguments")
 def keywords(c: Writer) -> None:
     w, b, _ = c.own()
-    block = c.unit(
-        "h, *, shift, scale=1.0, flag=False, mask=None",
-        f"return h + scale * torch.tanh((h + shift) @ {w} + {b}) if flag else h * mask",
-    )
+    args = "h, *, shift, scale=1.0, flag=False, mask=None"
     given = c.pick(
-        [
-            f"h, shift={c.root('g')}, scale=0.3, flag=True",
-            "h=h, shift=torch.sin(h), flag=True",
-            "h=h, shift=None, mask=(h > 0)",
-        ]
+        f"h, shift={c.root('g')}, scale=0.3, flag=True",
+        "h=h, shift=torch.sin(h), flag=True",
+        "h=h, shift=None, mask=(h > 0)",
     )
-    c.do(f"h = {c.call(block, given)}")
+    c.run(args, f"return h + scale * torch.tanh((h + shift) @ {w} + {b}) if flag else h * mask", given=given)
 
 
 @feature("a unit whose input does not require grad")
 def no_grad_input(c: Writer) -> None:
-    given = c.pick(["F.one_hot(k, 5)[:, :4].to(F64)", "h.detach()", "torch.ones_like(h)"])
+    given = c.pick("F.one_hot(k, 5)[:, :4].to(F64)", "h.detach()", "torch.ones_like(h)")
     c.do(f"h = h + 0.2 * {c.call(c.plain(), given)}")
 
 
@@ -134,14 +116,10 @@ def no_grad_input(c: Writer) -> None:
 @feature("outputs in nested containers", forms="outputs", weight=3.2)
 def containers(c: Writer) -> None:
     out = c.name("o")
-    c.do(
-        c.pick(
-            [
-                f'outs["{out}"] = [h, (torch.sin(h), {{"m": h.mean()}})]',
-                f'outs["{out}"] = Pair(h * 2, [h.sum(-1)])',
-                f'outs["{out}"] = ((h,), [], {{"a": h[:, 0], "b": {{"c": h[:, 1:]}}}})',
-            ]
-        )
+    c.do_one(
+        f'outs["{out}"] = [h, (torch.sin(h), {{"m": h.mean()}})]',
+        f'outs["{out}"] = Pair(h * 2, [h.sum(-1)])',
+        f'outs["{out}"] = ((h,), [], {{"a": h[:, 0], "b": {{"c": h[:, 1:]}}}})',
     )
 
 
@@ -153,7 +131,7 @@ def complex_out(c: Writer) -> None:
         block = c.unit("h", f"return torch.complex(h, h @ {w})")
         c.do(f'outs["{out}"] = {c.call(block, "h")}')
     else:
-        made = c.pick(["torch.fft.fft(h)", "torch.complex(h, torch.sin(h))", "torch.polar(h.square() + 1, h)"])
+        made = c.pick("torch.fft.fft(h)", "torch.complex(h, torch.sin(h))", "torch.polar(h.square() + 1, h)")
         c.do(f'outs["{out}"] = {made}')
 
 
@@ -173,18 +151,14 @@ def integers(c: Writer) -> None:
         block = c.unit("h", f"return h + 0.3 * torch.tanh(h @ {w}), (h > 0).sum(), h.argmax(-1)")
         c.do(f'h, outs["{out}a"], outs["{out}b"] = {c.call(block, "h")}')
     else:
-        c.do(f'outs["{out}"] = {c.pick(["(h > 0).sum()", "k + 1", "(h > 0, h.argmax(-1))"])}')
+        c.do(f'outs["{out}"] = {c.pick("(h > 0).sum()", "k + 1", "(h > 0, h.argmax(-1))")}')
 
 
 @feature("opaque outputs of the function", forms="aux outputs", rows=False, weight=1.6)
 def opaque_of_fn(c: Writer) -> None:
     out = c.name("o")
-    c.do(
-        c.pick(
-            [
-                f'outs["{out}"] = (None, "done", 3)',
-                f'outs["{out}"] = Pair(h.mean(), None)',
-                f'outs["{out}"] = {{"n": 2.5, "name": "x", "h": [h]}}',
-            ]
-        )
+    c.do_one(
+        f'outs["{out}"] = (None, "done", 3)',
+        f'outs["{out}"] = Pair(h.mean(), None)',
+        f'outs["{out}"] = {{"n": 2.5, "name": "x", "h": [h]}}',
     )

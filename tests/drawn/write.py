@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from drawn.language import BATCH, FEATURES, D, Program, Statement, V
 
 LEAVES = {"w": f"{D}, {D}", "b": f"{D}", "s": ""}
+AUX = "0.1 * h.square().mean()"
 BODY = "h = h + 0.5 * torch.tanh(h @ {w} + {b}) * {s}"
 
 
@@ -51,7 +52,7 @@ class Writer:
         self._asked += 1
         return number % count
 
-    def pick(self, options: Sequence[str]) -> str:
+    def pick(self, *options: str) -> str:
         return options[self.number(len(options))]
 
     def plain(self) -> int:
@@ -78,6 +79,14 @@ class Writer:
         """The leaves of a unit, as its own function reads them."""
         return [f'q["{name}"]' if self.pure else f"self.{name}" for name in names.split()]
 
+    def change(self, of: str = "h") -> str:
+        """What most units add to what they are given."""
+        w, b, _ = self.own()
+        return f"0.3 * torch.tanh({of} @ {w} + {b})"
+
+    def changed(self) -> str:
+        return f"h = h + {self.change()}"
+
     def body(self) -> str:
         w, b, s = self.own()
         return BODY.format(w=w, b=b, s=s)
@@ -101,9 +110,17 @@ class Writer:
         self.blocks.append(Block(args, [], list(body), last, list(init), {**LEAVES, **leaves}))
         return len(self.blocks) - 1
 
-    def effect(self, block: int, captured: bool = False) -> None:
+    def run(self, args: str, *lines: str, given: str = "", init: Sequence[str] = (), **leaves: str) -> None:
+        """Another unit, and its call: what it returns is the activation."""
+        self.do(f"h = {self.call(self.unit(args, *lines, init=init, **leaves), given or args)}")
+
+    def effect(self, block: int, captured: bool = False) -> int:
         """A unit is not pure; `captured`: as it closes over a tensor, where that is differentiated."""
         self.effects.append((block, captured))
+        return block
+
+    def impure(self, args: str, *lines: str, captured: bool = False, init: Sequence[str] = ()) -> int:
+        return self.effect(self.unit(args, *lines, init=init), captured)
 
     def leaves(self) -> int:
         """A unit of which there are only leaves: its function is written where it is called."""
@@ -123,11 +140,19 @@ class Writer:
         """Lines of the function."""
         self.lines.extend(lines)
 
+    def do_one(self, *options: str) -> None:
+        self.do(self.pick(*options))
+
+    def inside_one(self, *options: str) -> None:
+        self.inside(self.plain(), self.pick(*options))
+
     # ---- the file
 
     def write(self, statement: Statement, index: int) -> None:
         self.statement, self._index, self._asked = statement, index, 0
-        FEATURES[statement.feature].write(self)
+        feature = FEATURES[statement.feature]
+        writes = feature.remedy if callable(feature.remedy) and statement.remedied else feature.write
+        writes(self)
 
     def signature(self) -> str:
         return "x, y, k, n" if self.counted else "x, y, k"
@@ -215,6 +240,13 @@ class Writer:
             "",
         ]
         return "\n".join(out)
+
+
+def told(c: Writer) -> None:
+    """What each refusal of a side effect says: return it."""
+    more = c.name("more")
+    block = c.unit("h", c.changed(), f"return h, {AUX}")
+    c.do(f"h, {more} = {c.call(block, 'h')}", f"total = total + {more}")
 
 
 def _in(lines: Sequence[str], depth: int = 1) -> list[str]:
