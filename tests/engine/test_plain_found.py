@@ -11,8 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
 import fzero as fz
 from fzero.base import pages
@@ -125,13 +124,6 @@ def test_gaps_between_leaves_are_zeros(how: str, count: int) -> None:
         assert (buffer != 0).sum() <= 18
 
 
-def test_all_params_frozen() -> None:
-    step = fz.freeze(fz.accumulate(fz.train_step(lambda p, x: (x * p["w"]).sum(), fz.sgd(1.0)), 2), "*")
-    state = step.init({"w": torch.ones(3)})
-    new, metrics = step(state, torch.ones(4, 3))
-    assert metrics["loss"] == 6 and torch.equal(fz.gather(new.params)["w"], torch.ones(3))
-
-
 def test_a_real_weight_that_is_cast_to_complex() -> None:
     def fn(p: dict[str, Tensor], x: Tensor) -> Tensor:
         return (x @ p["w"].to(torch.complex128)).abs().square().mean()
@@ -142,37 +134,3 @@ def test_a_real_weight_that_is_cast_to_complex() -> None:
         warnings.simplefilter("error")
         new, _ = step(step.init(params), x)
     near({"w": params["w"] - fz.gather(new.params)["w"]}, expected(fn, params, x, 2))
-
-
-class Checkpointed(nn.Module):
-    """Runs a part of itself again in the pullback, as many models' blocks do."""
-
-    def __init__(self, again: bool) -> None:
-        super().__init__()
-        self.inner, self.again = nn.Linear(4, 4, dtype=torch.float64), again
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        def part(x: torch.Tensor) -> torch.Tensor:
-            return torch.tanh(self.inner(x))
-
-        return x / 2 + (checkpoint(part, x, use_reentrant=False) if self.again else part(x))
-
-
-@pytest.mark.parametrize("taped", [False, True])
-def test_a_checkpoint_inside_a_unit_of_a_module(taped: bool) -> None:
-    def trained(again: bool) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        apply, params = fz.functional(nn.Sequential(Checkpointed(again), Checkpointed(again)))
-        step = fz.train_step(lambda p, x: apply(p, x).square().mean(), fz.sgd(0.1))
-        state, x = step.init(params), torch.linspace(0, 1, 12, dtype=torch.float64).reshape(3, 4)
-        for _ in range(2):
-            if taped:
-                with fz.tape(step, state) as model:
-                    model(x).backward()
-                    state, _ = step.update(state, model.grads())
-            else:
-                state, _ = step(state, x)
-        return list(fz.gather(state.params).values())
-
-    for found, expected in zip(trained(True), trained(False), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0.0)

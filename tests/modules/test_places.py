@@ -206,46 +206,6 @@ def test_what_functorch_refuses_works_inside_a_unit(inside: str) -> None:
 # ---- Hugging Face
 
 
-def llama(attention: str = "sdpa", use_cache: bool = False) -> tuple[Any, dict[str, torch.Tensor]]:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        attn_implementation=attention,
-        use_cache=use_cache,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        module = transformers.LlamaForCausalLM(config).double()
-    return fz.functional(module)
-
-
-@in_turns(2)
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_hugging_face_llama(attention: str) -> None:
-    apply, params = llama(attention)
-    tokens = torch.arange(12).reshape(2, 6)
-    check(lambda p, x: apply(p, input_ids=x, labels=x).loss, params, tokens)
-
-
-def test_a_model_with_its_cache_at_its_default_trains() -> None:
-    """What the units write to the cache that they are given leaves them with their outputs, once also under remat."""
-    apply, params = llama(use_cache=True)
-    tokens = torch.arange(12).reshape(2, 6)
-
-    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
-        out = apply(p, input_ids=x, labels=x)
-        cache = out.past_key_values
-        assert cache.get_seq_length() == 6
-        return out.loss + sum(layer.keys.square().mean() for layer in cache.layers)
-
-    check(fn, params, tokens)
-
-
 class Reading(nn.Module):
     """The parent reads a weight of its block inside a custom Function, or where no gradient is recorded."""
 
