@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from nightly import at_length, by_day
+from nightly import by_day
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -107,19 +107,6 @@ def test_classes_and_function_modes_see_into_units_under_transforms(
     by: str, kind: str, transform: str, ranks: int
 ) -> None:
     run_ranks(functools.partial(computes_the_same, by=by, kind=kind, transform=transform), ranks)
-
-
-@pytest.mark.parametrize("by", ["input", "unit"])
-@pytest.mark.parametrize("transform", ["grad", "jvp"])
-@pytest.mark.parametrize("kind", ["ZeRO-3", "recomputed"])
-def test_a_class_sees_into_units(by: str, transform: str, kind: str) -> None:
-    run_ranks(functools.partial(computes_the_same, by=by, kind=kind, transform=transform), 1)
-
-
-@at_length
-def test_a_class_sees_into_units_on_processes() -> None:
-    job = functools.partial(computes_the_same, by="input", kind="recomputed", transform="grad")
-    run_ranks(job, 2, backend="processes")
 
 
 @pytest.mark.parametrize("kind", STEPS)

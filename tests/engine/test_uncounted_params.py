@@ -11,7 +11,7 @@ import optree
 import pytest
 import torch
 import torch.nn.functional as F
-from nightly import NIGHTLY, at_length, by_turns, in_turns
+from nightly import NIGHTLY, by_turns, in_turns
 
 import fzero as fz
 from fzero.testing import assert_trees_equal, run_ranks
@@ -129,24 +129,3 @@ def test_is_refused_by_name_and_the_state_is_as_before(name: str, how: str) -> N
     for in_unit in (True, False):
         for ranks in (1, 2) if NIGHTLY else (1 + (in_unit + len(name)) % 2,):
             run_ranks(lambda rank, own=in_unit: refused(name, own, how), ranks)
-
-
-@at_length
-def test_on_processes() -> None:
-    run_ranks(_on_a_process, 2, backend="processes")
-
-
-def _on_a_process(rank: int) -> None:
-    for name in ("functional", "detached"):
-        for in_unit in (True, False):
-            refused(name, in_unit, "ZeRO-3")
-            refused(name, in_unit, "plain")
-
-
-@pytest.mark.parametrize("in_unit", [True, False])
-def test_so_are_statistics_that_are_closed_over(in_unit: bool) -> None:
-    mean, variance = torch.zeros(4, dtype=F64), torch.ones(4, dtype=F64)
-    step = step_of(lambda x, a, b: F.batch_norm(x, mean, variance, training=True), in_unit, "plain")
-    with pytest.raises(ValueError, match=r"writes to a tensor of shape \(4,\) that it closes over, by .*_norm \(.*py"):
-        step.forward(step.init(params()), X)
-    assert not mean.any() and torch.equal(variance, torch.ones(4, dtype=F64))
