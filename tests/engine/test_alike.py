@@ -88,7 +88,7 @@ def run(rank: int, way: str, ranks: int, mixed: float = 0.0, by_rank: float = 0.
 def test_a_loss_of_slices_is_refused_on_every_way_to_a_derivative(
     ranks: int, way: str, part: float, what: str
 ) -> None:
-    def own(rank: int) -> object:
+    def own(rank: int) -> Any:
         try:
             return run(rank, way, ranks, **{what: part})
         except ValueError as error:

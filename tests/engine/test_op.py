@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -77,7 +78,7 @@ def product_of_hessian(rank: int, stage: int, remat: bool, mode: str) -> None:
     assert_trees_close(fz.gather(state.params.with_buffers(product)), want, rtol=1e-10)
 
 
-def products_of_hessian(rank: int, cases: list[tuple[int, bool, str]]) -> None:
+def products_of_hessian(rank: int, cases: Sequence[tuple[int, bool, str]]) -> None:
     for case in cases:
         product_of_hessian(rank, *case)
 

@@ -116,9 +116,9 @@ def step_of(module: nn.Module = FIRST, wrap: Any = fz.shard_zero3, rate: Any = 0
     return wrap(fz.carry(fz.train_step(fn, fz.sgd(rate)), buffers)), params
 
 
-def steps_of(step: Any, params: Any, rows: list[int], parts: int, rank: int) -> tuple[torch.Tensor, Any]:
+def steps_of(made: tuple[Any, Any], rows: list[int], parts: int, rank: int) -> tuple[torch.Tensor, Any]:
     """Losses and the last state."""
-    step = fz.accumulate(step, parts)
+    step, params = fz.accumulate(made[0], parts), made[1]
     state, losses = step.init(params), []
     for x, y in zip(*data(parts * sum(rows)), strict=True):
         own = [torch.cat(shares(each, rows, parts)[rank]) for each in (x, y)]
@@ -131,7 +131,7 @@ def need_one_process(wrap: Any, rows: list[int], parts: int = 1, copies: int = 1
     """Each batch on so many ranks."""
 
     def on(rank: int) -> Any:
-        losses, state = steps_of(*step_of(wrap=wrap), rows, parts, rank // copies)
+        losses, state = steps_of(step_of(wrap=wrap), rows, parts, rank // copies)
         return losses, dict(fz.gather(state.params)), state.extra["carry"]
 
     want = in_one(rows, parts)
@@ -196,7 +196,7 @@ def trained(params: Any, rate: torch.Tensor) -> torch.Tensor:
 
 def trained_on_ranks(params: Any, rate: torch.Tensor) -> torch.Tensor:
     step, _ = step_of(wrap=lambda step: fz.remat(fz.shard_zero3(step)), rate=rate)
-    return steps_of(step, params, [2, 3], 1, torch.distributed.get_rank())[0][-1]
+    return steps_of((step, params), [2, 3], 1, torch.distributed.get_rank())[0][-1]
 
 
 DERIVATIVES: dict[str, Any] = {
@@ -373,7 +373,7 @@ def test_torchs_synchronised_ones_are(tmp_path: Any) -> None:
             norm = Activated(D).double()
             norm.load_state_dict(module.get_submodule(path).state_dict())
             module.set_submodule(path, norm)
-        losses, state = steps_of(*step_of(module), [2, 3], 1, rank)
+        losses, state = steps_of(step_of(module), [2, 3], 1, rank)
         fz.save(tmp_path / "state", state)
         return losses, dict(fz.gather(state.params)), state.extra["carry"]
 
