@@ -199,14 +199,6 @@ def test_chunks_bound_what_is_between() -> None:
     assert all(small <= large / 8 for small, large in zip(parts, plain, strict=True)), (plain, parts)
 
 
-@in_turns(2)
-@pytest.mark.parametrize("custom", [False, True])
-def test_heads_that_nothing_divides(custom: bool) -> None:
-    """More ranks and chunks than heads; KV heads of which a rank needs three heads' and two heads'."""
-    need_equal(Case((2, 1, 1, 2), 2, 1, chunks=5, options=(("is_causal", True),), custom=custom))
-    need_equal(Case((2, 3), 9, 3, chunks=1, custom=custom))
-
-
 def test_mistakes() -> None:
     def wrong_result(rank: int) -> None:
         x = torch.ones(1, 2, 2, 2)

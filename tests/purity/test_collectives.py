@@ -232,7 +232,7 @@ ALLOWED: dict[str, Kind] = {
 # ---- one run of each on two processes
 
 # in a unit, ZeRO stage, recomputed
-PLACES = todays([(False, 0, False), (False, 2, False), (True, 0, True), (True, 1, False), (True, 3, True)], of=3)
+PLACES = todays([(False, 0, False), (False, 2, False), (True, 0, True), (True, 1, False), (True, 3, True)], of=5)
 
 
 def _params() -> dict[str, dict[str, Tensor]]:
