@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from nightly import by_day
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from units import forms
 
 import fzero as fz
 from fzero.testing import run_ranks
@@ -78,12 +79,7 @@ TRANSFORMS: dict[str, Callable[[Callable[[Any], torch.Tensor]], Any]] = {
     "vmap": lambda f: torch.func.vmap(lambda by: f(scaled(PARAMS, by)))(torch.tensor([1.0, 2.0], dtype=F64)),
     "hvp": lambda f: torch.func.jvp(torch.func.grad(f), (PARAMS,), (ALONG,)),
 }
-STEPS: dict[str, Callable[[fz.Step], fz.Step]] = {
-    "unsharded": lambda step: step,
-    "ZeRO-3": fz.shard_zero3,
-    "recomputed": lambda step: fz.remat(fz.shard_zero3(step)),
-    "ZeRO-2": fz.shard_zero2,
-}
+STEPS = forms("plain", "ZeRO-3", "ZeRO-3, remat", "ZeRO-2")
 
 
 def computes_the_same(rank: int, by: str, kind: str, transform: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,17 +9,14 @@ import torch
 import torch.nn.functional as F
 from nightly import in_turns
 from torch.utils.checkpoint import checkpoint
+from units import forms
 
 import fzero as fz
 from fzero.testing import run_ranks
 
 F64 = torch.float64
 X = torch.linspace(-1.0, 1.0, 12, dtype=F64).view(3, 4)
-STEPS: dict[str, Callable[[fz.Step], fz.Step]] = {
-    "plain": lambda step: step,
-    "ZeRO-3": fz.shard_zero3,
-    "remat": lambda step: fz.remat(fz.shard_zero3(step)),
-}
+STEPS = forms("plain", "ZeRO-3", "ZeRO-3, remat")
 CONSTANT = torch.full((4,), 1.5, dtype=F64)
 TABLE = {"scale": 2.0, "shift": CONSTANT}
 
