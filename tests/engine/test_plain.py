@@ -186,15 +186,6 @@ def test_params_that_are_given_out_are_copies(policy: str) -> None:
     assert torch.equal(fz.gather(state.params)["b"].float(), torch.ones(5))
 
 
-@pytest.mark.parametrize("second", [torch.ones_like, lambda x: x, lambda x: x[:, :3]])
-def test_a_write_to_an_input_is_refused(second: Any) -> None:
-    step = fz.train_step(lambda p, x, y: F.linear(x.mul_(2), p["w"]).sum() + y.sum(), fz.sgd(0.1))
-    passes, x = Passes(step, step.init({"w": torch.ones(5, 5)}), 2), torch.ones(4, 5)
-    with pytest.raises(ValueError, match=r"writes to an input in place, by mul_ \(.*test_plain.py:\d+"):
-        passes.forward(0, (x, second(x)), (0, 1))
-    assert torch.equal(x, torch.ones(4, 5))
-
-
 def test_it_is_what_runs() -> None:
     """Otherwise these tests would compare something with itself."""
     step = fz.train_step(lambda p, x: F.linear(x, p["w"]).sum(), fz.sgd(0.1))

@@ -84,14 +84,6 @@ def test_drawn_models(planned: Any, sizes: tuple[int, int], stage: int, remat: b
     check((zoo.loss_of(apply), params), zoo.batches(sizes[0]), sizes, stage, plan, remat, sequence=sequence)
 
 
-@in_turns(5, "on processes, as on threads")
-def test_drawn_models_on_real_processes() -> None:
-    model = zoo.made((("Attention", 1, True), ("Mlp", 5, True), ("Fused", 3, False)), True)
-    plan = {**model.plan([True] * 3), "embedding": "vocabulary"}
-    apply, params = fz.functional(model)
-    check((zoo.loss_of(apply), params), zoo.batches(2), (2, 2), 3, plan, True, backend="processes")
-
-
 @in_turns(4)
 @pytest.mark.parametrize("units", [None, ["model"]])
 @pytest.mark.parametrize("stage", [0, 3])

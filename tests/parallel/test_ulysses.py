@@ -53,18 +53,6 @@ def test_equals_one_process(case: Case, shortest: int) -> None:
         need_equal(case)
 
 
-@in_turns(2)
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case((3, 5), 6, 2, chunks=2, options=(("is_causal", True),)),
-        Case((2, 0, 3), 2, 1, chunks=1, options=(("documents", (0, 2, 5)),)),
-    ],
-)
-def test_on_processes(case: Case) -> None:
-    need_equal(case, "processes")
-
-
 def on_two_axes(rank: int, order: str, heads: int, kv_heads: int) -> dict[str, float]:
     """A ring over axis 0, whose pieces are cut over axis 1, against one process."""
     mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "sp"))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import scenarios
 import torch
+from nightly import in_turns
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fzero as fz
@@ -14,6 +15,7 @@ from fzero.testing import assert_trees_close, assert_trees_equal, recorded_colle
 
 SOME = "blocks.1.*"
 OTHERS = "blocks.0.*|blocks.2.*"
+AS_ON_THREADS = pytest.param("processes", marks=in_turns(5, "on processes, as on threads"))
 def plain() -> tuple[fz.Step, Any]:
     loss, params = scenarios.stack()
     return fz.train_step(loss, fz.adamw(1e-2)), params
@@ -44,7 +46,7 @@ def test_only_the_units_of_the_pattern_are_recomputed() -> None:
     assert [row.path for row in rows if row.remat] == ["blocks.1.b", "blocks.1.w"]
 
 
-@pytest.mark.parametrize("backend", ["threads", "processes"])
+@pytest.mark.parametrize("backend", ["threads", AS_ON_THREADS])
 @pytest.mark.parametrize("world", [2, 3])
 def test_leaves_that_are_not_sharded_are_whole_and_averaged(world: int, backend: str) -> None:
     got = run_ranks(_sharded_in_part, world, backend=backend)
