@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from nightly import NIGHTLY, by_turns, in_turns
+from units import forms
 
 import fzero as fz
 from fzero.testing import assert_trees_equal, run_ranks
@@ -43,15 +44,8 @@ NORMS: dict[str, Norm] = {
     "as out": lambda x, a, b: torch.sum(x.detach(), 0, out=a.detach()) + x,
     "data": lambda x, a, b: (a.data.add_(1), x)[1],
 }
-STEPS: dict[str, Callable[[fz.Step], fz.Step]] = {
-    "plain": lambda step: step,
-    "ZeRO-1": fz.shard_zero1,
-    "ZeRO-2": fz.shard_zero2,
-    "ZeRO-3": fz.shard_zero3,
-    "remat": fz.remat,
-    "ZeRO-3, remat": lambda step: fz.remat(fz.shard_zero3(step)),
+STEPS = forms("plain", "ZeRO-1", "ZeRO-2", "ZeRO-3", "remat", "ZeRO-3, remat", "microbatches") | {
     "names": lambda step: fz.shard_zero3(fz.remat(step, save=("h",))),
-    "accumulated": lambda step: fz.accumulate(step, 2),
     "fused, donated": lambda step: fz.fuse_update(fz.donate(fz.shard_zero3(step))),
 }
 W = torch.randn(4, 4, generator=torch.Generator().manual_seed(0), dtype=F64)
