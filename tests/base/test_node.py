@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from fzero.base.node import Op, active, apply, direct
+from fzero.base.node import Op, active, apply, direct, gradients
 
 X = torch.tensor([0.3, -1.2], dtype=torch.float64)
 
@@ -77,6 +77,13 @@ def test_every_derivative_of_what_people_write(fn: Callable[[Run, torch.Tensor],
     ):
         got, expected = (transform(functools.partial(fn, run))(x) for run in (as_a_node, plainly))
         torch.testing.assert_close(got, expected, equal_nan=False)
+
+
+def test_what_is_not_used_has_no_gradient() -> None:
+    x, unused = (torch.tensor([value], requires_grad=True) for value in (2.0, 3.0))
+    found = gradients([x * x, torch.ones(1)], [x, unused], [torch.ones(1)] * 2, False)
+    assert found[0] is not None and found[0].item() == 4.0 and found[1] is None
+    assert gradients([x * x], [x], [None], False) == [None]
 
 
 class _Holds(torch.autograd.Function):
