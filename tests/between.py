@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from backwards import with_backward
 from torch import nn
 
 import fzero as fz
@@ -176,7 +177,7 @@ h, p = p, h
 h = h.contiguous()
 h = h.masked_fill(h > 1, 0.0)
 h = einops.rearrange(h, "b t (d n) -> b n t d", d={k})
-h = Doubled.apply(h)
+h = doubled(h)
 h = torch.utils._pytree.tree_map(torch.tanh, [h])[0]
 """.strip().splitlines()]
 
@@ -185,20 +186,6 @@ ENDS = (
     *("h = h.unflatten(0, (2, -1)).flatten(2)", "h = h.unflatten(0, (2, -1)).transpose(1, 2).flatten(2)"),
     *("h = h.sum(1)", "h = h.movedim(1, -1).flatten(-2)", "h = h.sum(0)", "h = h.view(2, 3, -1)"),
 )
-
-
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        return x * 2
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return cotangent * 2
 
 
 def drawn(rng: random.Random, least: int = 1, most: int = 6) -> list[str]:
@@ -234,6 +221,7 @@ def drawn(rng: random.Random, least: int = 1, most: int = 6) -> list[str]:
             return lines
 
 
+doubled = with_backward(lambda x: x * 2, lambda cotangent: cotangent * 2)
 here: contextvars.ContextVar[Any] = contextvars.ContextVar("axis", default=None)  # that the program runs over
 
 
@@ -257,7 +245,7 @@ def space_of(h: torch.Tensor, x: torch.Tensor) -> dict[str, Any]:
         "math": math,
         "einops": einops,
         "kept": kept,
-        "Doubled": Doubled,
+        "doubled": doubled,
     }
     return {"h": h, "x": x, "p": h, **names}
 

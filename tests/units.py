@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,21 @@ from fzero.testing import run_ranks
 
 F64 = torch.float64
 SHARDS: dict[str, Any] = {"remat": fz.remat, "ZeRO-3": fz.shard_zero3}
+FORMS: dict[str, Callable[[fz.Step], fz.Step]] = {
+    "plain": lambda step: step,
+    "remat": fz.remat,
+    "ZeRO-1": fz.shard_zero1,
+    "ZeRO-2": fz.shard_zero2,
+    "ZeRO-3": fz.shard_zero3,
+    "ZeRO-3, remat": lambda step: fz.remat(fz.shard_zero3(step)),
+    "microbatches": lambda step: fz.accumulate(step, 2),
+    "fused": lambda step: fz.fuse_update(fz.shard_zero1(step)),
+}
 X = torch.randn(3, 4, dtype=F64, generator=torch.Generator().manual_seed(1))
+
+
+def forms(*names: str) -> dict[str, Callable[[fz.Step], fz.Step]]:
+    return {name: FORMS[name] for name in names}
 
 
 def params_of(seed: int = 0) -> Any:

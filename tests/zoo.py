@@ -140,6 +140,18 @@ def made(blocks: tuple[tuple[str, int, bool], ...], tied: bool) -> Model:
     return model
 
 
+@st.composite
+def planned(draw: st.DrawFn) -> tuple[Model, dict[str, Any]]:
+    """A model of up to three blocks, and a plan of some of its leaves."""
+    kind = st.tuples(st.sampled_from(sorted(KINDS)), st.integers(2, 7), st.booleans())
+    blocks, tied = draw(st.lists(kind, min_size=1, max_size=3).map(tuple)), draw(st.booleans())
+    model, embedding = made(blocks, tied), draw(st.sampled_from(["vocabulary", "column_gather", None]))
+    plan = {**model.plan([draw(st.booleans()) for _ in blocks]), **({} if tied else {"head": "column_gather"})}
+    if embedding is not None:
+        plan["embedding"] = embedding
+    return model, plan or {"head": "column_gather"}
+
+
 def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(6)
     return [tuple(torch.randint(0, VOCABULARY, (2, 2, 5), generator=generator)) for _ in range(count)]  # type: ignore[misc]

@@ -653,18 +653,6 @@ def test_argnums_of_what_has_no_gradient() -> None:
         step.vjp(state, X, 2, argnums=(0, -2))
 
 
-def test_gather_of_what_is_not_sharded() -> None:
-    for tree in (STATE, (STATE, X), [STATE.params, STATE]):
-        with pytest.raises(TypeError, match=r"gather: got tree=.*a whole state; expected state\.params"):
-            fz.gather(tree)
-    for tree in (STATE.params.locals(), STATE.params["w"], PARAMS, STATE.params.buffers):
-        with pytest.raises(TypeError, match=r"gather: got tree=.*no tree is sharded; expected state\.params"):
-            fz.gather(tree)
-    assert fz.gather(fz.train_step(loss, fz.sgd(0.1)).init(PARAMS).moments).momentum is None
-    pair = fz.gather((STATE.params, X))
-    assert pair[1] is not X and torch.equal(pair[1], X) and pair[0]["w"].shape == (3, 2)
-
-
 def test_a_state_with_a_loss_scale_in_a_step_without_and_the_reverse() -> None:
     scaled, other, dynamic = fz.loss_scale(STEP, 8.0), fz.loss_scale(STEP, 1.0), fz.loss_scale(STEP)
     steps = {"no rules": STEP, r"loss_scale\(8\.0\)": scaled, r"loss_scale\(1\.0\)": other, "a dynamic": dynamic}

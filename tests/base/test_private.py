@@ -417,15 +417,6 @@ def test_what_is_computed_without_autocast() -> None:
         assert (x @ x).dtype == torch.bfloat16
 
 
-def test_whether_a_mode_looks_at_every_operator() -> None:
-    class Looks(TorchDispatchMode):
-        pass
-
-    assert not private.dispatch_modes()
-    with Looks():
-        assert private.dispatch_modes()
-
-
 def test_which_node_an_operator_belongs_to() -> None:
     """In the forward the one that was made last, in the pullback the one that runs."""
     seen: list[tuple[str, int]] = []

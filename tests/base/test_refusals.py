@@ -12,28 +12,6 @@ from fzero.base.arguments import need_bool
 from fzero.purity import look
 
 
-def test_a_noted_error_is_raised_at_the_end_though_it_was_caught() -> None:
-    with pytest.raises(ValueError, match="first"), refusals.heard():
-        for word in ("first", "second"):
-            try:
-                raise refusals.noted(ValueError(word))
-            except ValueError:
-                pass
-    with refusals.heard():
-        pass
-    assert str(refusals.noted(ValueError("nobody listens"))) == "nobody listens"
-
-
-def test_the_place_is_the_users_own_function() -> None:
-    def of_the_user() -> None:
-        torch.dot(torch.ones(2), torch.ones(3))
-
-    with pytest.raises(RuntimeError) as caught:
-        of_the_user()
-    assert "in 'of_the_user', test_refusals.py, line" in refusals.place_of(caught.value)
-    assert not refusals.is_ours(caught.value) and "test_refusals.py" in refusals.place_of()
-
-
 def test_torchs_refusals_are_said_in_other_words() -> None:
     def refused(words: str) -> RuntimeError:
         with pytest.raises(RuntimeError) as caught:

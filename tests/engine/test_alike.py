@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from nightly import in_turns
 from torch import nn
@@ -76,34 +77,33 @@ def run(rank: int, way: str, ranks: int, mixed: float = 0.0, by_rank: float = 0.
 
 @in_turns(3)
 @pytest.mark.parametrize("way", WAYS)
-def test_a_loss_of_slices_is_refused_on_every_way_to_a_derivative(way: str) -> None:
-    found = run_ranks(functools.partial(run, way=way, ranks=2), 2)
-    assert_trees_close(found[0], found[1])
-    words = r"in loss: .*, of 'p\.up'\)\. A conversion is missing"
-    words = words if way != "forward" else r"differs between the ranks of axis 'tp'.*the same on all"
-    with pytest.raises(RankError, match=words):
-        run_ranks(functools.partial(run, way=way, mixed=0.1, ranks=2), 2)
-    with pytest.raises(RankError, match=r"ranks of axis 'tp'.*expected the same on all"):
-        run_ranks(functools.partial(run, way=way, by_rank=0.1, ranks=2), 2)
-
-
 @given(
     ranks=st.integers(2, 3),
-    way=st.sampled_from(sorted(WAYS)),
     part=st.sampled_from([0.0, 1e-2, 1e-1, 1.0]),
     what=st.sampled_from(["mixed", "by_rank"]),
 )
-@example(ranks=3, way="step", part=1e-2, what="mixed")
-def test_all_ranks_hear_of_it(ranks: int, way: str, part: float, what: str) -> None:
-    def own(rank: int) -> str:
+@example(ranks=3, part=1e-2, what="mixed")
+@example(ranks=2, part=0.0, what="mixed")
+@settings(max_examples=4)
+def test_a_loss_of_slices_is_refused_on_every_way_to_a_derivative(
+    ranks: int, way: str, part: float, what: str
+) -> None:
+    def own(rank: int) -> Any:
         try:
-            run(rank, way, ranks, **{what: part})
+            return run(rank, way, ranks, **{what: part})
         except ValueError as error:
             return str(error)
-        return ""
 
-    said = run_ranks(own, ranks)
-    assert len(set(said)) == 1 and bool(said[0]) == (part > 0)
+    found = run_ranks(own, ranks)
+    if not part:
+        for other in found[1:]:
+            assert_trees_close(found[0], other)
+        return
+    assert len(set(found)) == 1, "all ranks hear of it"
+    words = r"in loss: .*, of 'p\.up'\)\. A conversion is missing"
+    if what == "by_rank" or way == "forward":
+        words = r"ranks of axis 'tp'.*expected the same on all"
+    assert re.search(words, found[0], re.DOTALL), found[0]
 
 
 def test_what_a_column_gives_and_a_module_returns() -> None:

@@ -5,14 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import scenarios
 import torch
 from units import X, params_of
 
 import fzero as fz
-from fzero.engine.delivery import Delivery
-from fzero.engine.function import traversal_of
-from fzero.table.layout import Key
 from fzero.testing import assert_trees_close, run_ranks
 
 
@@ -41,20 +37,3 @@ def test_three_uses_and_none(shard: Any) -> None:
         assert not received[0]["blocks"][1]["w"].any()  # which nothing uses
 
     run_ranks(rank_main, 2)
-
-
-def test_a_group_is_delivered_once_and_with_its_last_use() -> None:
-    delivered: list[Key] = []
-    loss, params = scenarios.stack()
-    step = fz.train_step(loss, fz.sgd(0.1))
-    state = step.init(params)
-    traversal, _, _ = traversal_of(step, state, (0,))
-    schedule, (first, *rest) = traversal.schedule, traversal.layout.trainable
-    for keys in ((first,), (first, *rest)):
-        schedule.called(keys)
-    delivery = Delivery(schedule, state.params, {}, lambda key, _: delivered.append(key))
-    for count in range(2):
-        delivery.add(first, torch.zeros(traversal.layout.groups[first].numel))
-        assert delivered == [first] * count
-    delivery.finish({})
-    assert sorted(delivered) == sorted(traversal.layout.trainable)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from nightly import in_turns
+from units import forms
 
 import fzero as fz
 from fzero.testing import assert_trees_close, run_ranks
@@ -15,12 +16,7 @@ from fzero.testing import assert_trees_close, run_ranks
 F64 = torch.float64
 MADE = torch.Generator().manual_seed(0)
 W, X = (torch.randn(3, 3, generator=MADE, dtype=F64) for _ in range(2))
-WAYS: dict[str, Callable[[fz.Step], fz.Step]] = {
-    "plain": lambda step: step,
-    "remat": fz.remat,
-    "ZeRO-3": fz.shard_zero3,
-    "ZeRO-3, remat": lambda step: fz.remat(fz.shard_zero3(step)),
-}
+WAYS = forms("plain", "remat", "ZeRO-3", "ZeRO-3, remat")
 
 
 def block(p: Any, x: torch.Tensor) -> torch.Tensor:

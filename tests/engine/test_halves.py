@@ -10,6 +10,7 @@ import pytest
 import scenarios
 import torch
 import torch.nn.functional as F
+from backwards import with_backward
 from halved import (
     F64,
     FUNCTIONS,
@@ -365,37 +366,6 @@ def test_a_donated_state_says_so_in_either_half() -> None:
             pullback.params() if between else pullback.inputs(out)
 
 
-def test_an_error_in_the_first_half_leaves_no_hooks() -> None:
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-            if failing:
-                raise ValueError("on purpose")
-            return grad
-
-    step = fz.shard_zero3(fz.train_step(over_blocks(lambda q, x: Fails.apply(x @ q["w"])), fz.sgd(0.1)))
-
-    def rank_main(_: int) -> None:
-        state, x = step.init(params_of()), torch.ones(4, 5, dtype=F64)
-        out, pullback = step.vjp(state, x)
-        failing.append(1)
-        with pytest.raises(ValueError, match="on purpose"):
-            pullback.inputs(out, retain_graph=True)
-        with pytest.raises(RuntimeError, match=r"Call inputs\(cotangent\) first"):
-            pullback.params()
-        failing.clear()
-        want = pullback(out, retain_graph=True)
-        found = pullback.inputs(out)
-        assert_trees_equal((fz.gather(pullback.params()), found), (fz.gather(want[0]), want[1]))
-
-    failing: list[int] = []
-    run_ranks(rank_main, 1)
-
-
 # ---- what is not split
 
 
@@ -449,29 +419,17 @@ def test_under_plain_autograd_and_torch_func_the_grads_lead_on() -> None:
     run_ranks(rank_main, 1)
 
 
-class _Doubles(torch.autograd.Function):
-    """Twice its input; the backward writes to its cotangent, as torch says it must not."""
-
-    @staticmethod
-    def forward(x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return x * 2
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return cotangent.mul_(2)
+# twice its input; the backward writes to its cotangent, as torch says it must not
+_doubles = with_backward(lambda x: x * 2, lambda cotangent: cotangent.mul_(2))
 
 
 def _before(p: Any, x: torch.Tensor) -> torch.Tensor:
-    doubled = _Doubles.apply(x)
+    doubled = _doubles(x)
     return (x @ p["w"] + doubled).cos()  # the product is pulled back first
 
 
 def _beside(p: Any, x: torch.Tensor) -> Any:
-    doubled = _Doubles.apply(x)
+    doubled = _doubles(x)
     return doubled, x @ p["w"]
 
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from nightly import at_length, by_day
+from nightly import by_day
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from units import forms
 
 import fzero as fz
 from fzero.testing import run_ranks
@@ -78,12 +79,7 @@ TRANSFORMS: dict[str, Callable[[Callable[[Any], torch.Tensor]], Any]] = {
     "vmap": lambda f: torch.func.vmap(lambda by: f(scaled(PARAMS, by)))(torch.tensor([1.0, 2.0], dtype=F64)),
     "hvp": lambda f: torch.func.jvp(torch.func.grad(f), (PARAMS,), (ALONG,)),
 }
-STEPS: dict[str, Callable[[fz.Step], fz.Step]] = {
-    "unsharded": lambda step: step,
-    "ZeRO-3": fz.shard_zero3,
-    "recomputed": lambda step: fz.remat(fz.shard_zero3(step)),
-    "ZeRO-2": fz.shard_zero2,
-}
+STEPS = forms("plain", "ZeRO-3", "ZeRO-3, remat", "ZeRO-2")
 
 
 def computes_the_same(rank: int, by: str, kind: str, transform: str) -> None:
@@ -107,19 +103,6 @@ def test_classes_and_function_modes_see_into_units_under_transforms(
     by: str, kind: str, transform: str, ranks: int
 ) -> None:
     run_ranks(functools.partial(computes_the_same, by=by, kind=kind, transform=transform), ranks)
-
-
-@pytest.mark.parametrize("by", ["input", "unit"])
-@pytest.mark.parametrize("transform", ["grad", "jvp"])
-@pytest.mark.parametrize("kind", ["ZeRO-3", "recomputed"])
-def test_a_class_sees_into_units(by: str, transform: str, kind: str) -> None:
-    run_ranks(functools.partial(computes_the_same, by=by, kind=kind, transform=transform), 1)
-
-
-@at_length
-def test_a_class_sees_into_units_on_processes() -> None:
-    job = functools.partial(computes_the_same, by="input", kind="recomputed", transform="grad")
-    run_ranks(job, 2, backend="processes")
 
 
 @pytest.mark.parametrize("kind", STEPS)

@@ -8,16 +8,12 @@ from typing import Any
 import pytest
 import torch
 from nightly import in_turns
+from units import forms
 
 import fzero as fz
 from fzero.testing import run_ranks
 
-TRANSFORMS: dict[str, Callable[[fz.Step], fz.Step]] = {
-    "plain": lambda step: step,
-    "ZeRO-1": fz.shard_zero1,
-    "ZeRO-3": fz.shard_zero3,
-    "ZeRO-3 remat": lambda step: fz.remat(fz.shard_zero3(step)),
-}
+TRANSFORMS = forms("plain", "ZeRO-1", "ZeRO-3", "ZeRO-3, remat")
 
 
 @in_turns(2)

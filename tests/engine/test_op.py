@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 import torch.utils._pytree
 from hypothesis import given
 from hypothesis import strategies as st
-from nightly import in_turns
+from nightly import todays
 
 import fzero as fz
 from fzero.engine.function import call_function, traversal_of
@@ -46,7 +48,8 @@ def test_grads_and_input_cotangents(stage: int, remat: bool, world: int, seed: i
     run_ranks(rank_main, world)
 
 
-def product_of_hessian(rank: int, stage: int, remat: bool, mode: str, world: int) -> None:
+def product_of_hessian(rank: int, stage: int, remat: bool, mode: str) -> None:
+    world = 2 if stage else 1
     loss, params = scenarios.stack(blocks=2, width=3)
     batches = scenarios.vector_batches(world, width=3)
     flat, spec = torch.utils._pytree.tree_flatten(params)
@@ -62,7 +65,7 @@ def product_of_hessian(rank: int, stage: int, remat: bool, mode: str, world: int
     def grad(buffers: dict[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
         def function(primals: dict[Any, torch.Tensor]) -> torch.Tensor:
             traversal, _, _ = traversal_of(step, state, (0,))
-            return call_function(step, state, traversal, primals, batches[rank])
+            return call_function(step, state, traversal, primals, batches[rank % world])
 
         out, pull = torch.func.vjp(function, buffers)  # type: ignore[misc]
         return pull(torch.ones_like(out))[0]
@@ -75,77 +78,16 @@ def product_of_hessian(rank: int, stage: int, remat: bool, mode: str, world: int
     assert_trees_close(fz.gather(state.params.with_buffers(product)), want, rtol=1e-10)
 
 
-@in_turns(4)
-@pytest.mark.parametrize("remat", [False, True])
-@pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.parametrize("mode", ["forward over reverse", "reverse over reverse"])
-def test_second_derivatives(stage: int, remat: bool, mode: str) -> None:
+def products_of_hessian(rank: int, cases: Sequence[tuple[int, bool, str]]) -> None:
+    for case in cases:
+        product_of_hessian(rank, *case)
+
+
+def test_second_derivatives() -> None:
     """Hessian-vector products through sharded units; on processes, as torch's forward mode is not thread-safe."""
-    world = 2 if stage else 1
-    fn = functools.partial(product_of_hessian, stage=stage, remat=remat, mode=mode, world=world)
-    run_ranks(fn, world, backend="processes")
-
-
-def test_a_gradient_penalty_inside_the_function() -> None:
-    """torch.func.grad over the inputs, inside the function that is itself differentiated."""
-    loss, params = scenarios.stack()
-
-    def penalised(p: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        slope = torch.func.grad(lambda x: loss(p, x, y))(x)
-        return loss(p, x, y) + slope.square().sum()
-
-    batches = scenarios.vector_batches(2)
-    want = [torch.func.grad(penalised)(params, *batch) for batch in batches]
-    mean = torch.utils._pytree.tree_map(lambda *g: torch.stack(g).mean(0), *want)
-
-    def rank_main(rank: int) -> None:
-        for remat in (False, True):
-            step = build(3, remat, penalised)
-            _, pullback = step.vjp(step.init(params), *batches[rank])
-            assert_trees_close(fz.gather(pullback(torch.ones((), dtype=torch.float64))[0]), mean, rtol=1e-10)
-
-    run_ranks(rank_main, 2)
-
-
-def test_vmap_over_a_unit() -> None:
-    loss, params = scenarios.stack()
-    xs, ys = (torch.stack([b[i] for b in scenarios.vector_batches(3)]) for i in (0, 1))
-
-    def mapped(p: Any, xs: torch.Tensor, ys: torch.Tensor) -> torch.Tensor:
-        return torch.func.vmap(lambda x, y: loss(p, x, y))(xs, ys).mean()
-
-    want = torch.func.grad(mapped)(params, xs, ys)
-
-    def rank_main(rank: int) -> None:
-        for remat in (False, True):
-            step = build(3, remat, mapped)
-            _, pullback = step.vjp(step.init(params), xs, ys)
-            assert_trees_close(fz.gather(pullback(torch.ones((), dtype=torch.float64))[0]), want, rtol=1e-10)
-
-    run_ranks(rank_main, 2)
-
-
-def test_an_outer_torch_func_sees_through_the_step() -> None:
-    """step.vjp inside torch.func.grad: a second derivative by the inputs."""
-    loss, params = scenarios.stack()
-    x, y = scenarios.vector_batches(1)[0]
-
-    def slope(fn: Any, x: torch.Tensor) -> torch.Tensor:
-        return fn(x).square().sum()
-
-    want = torch.func.grad(lambda x: slope(lambda x: torch.func.grad(lambda x: loss(params, x, y))(x), x))(x)
-
-    def rank_main(rank: int) -> None:
-        step = build(3, False, loss)
-        state = step.init(params)
-
-        def inner(x: torch.Tensor) -> torch.Tensor:
-            out, pullback = step.vjp(state, x, y, argnums=0)
-            return pullback(torch.ones_like(out))[1][0]
-
-        assert_trees_close(torch.func.grad(lambda x: slope(inner, x))(x), want, rtol=1e-10)
-
-    run_ranks(rank_main, 1)
+    modes = "forward over reverse", "reverse over reverse"
+    cases = todays([*itertools.product((0, 2, 3), (False, True), modes)], of=4)
+    run_ranks(functools.partial(products_of_hessian, cases=cases), 2, backend="processes")
 
 
 def test_any_arguments_and_outputs() -> None:
@@ -214,26 +156,6 @@ def test_leaves_that_the_function_returns(stage: int) -> None:
     run_ranks(rank_main, 2 if stage else 1)
 
 
-def test_a_unit_called_twice_and_a_unit_never_called() -> None:
-    block = fz.unit(lambda p, x: torch.tanh(x @ p["w"]))
-    generator = torch.Generator().manual_seed(0)
-    params = {"blocks": [{"w": torch.randn(3, 3, generator=generator, dtype=torch.float64)} for _ in range(2)]}
-    x = torch.ones(2, 3, dtype=torch.float64)
-
-    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
-        return block(p["blocks"][0], block(p["blocks"][0], x)).sum()
-
-    want = torch.func.grad(fn)(params, x)
-
-    def rank_main(rank: int) -> None:
-        for stage in (1, 2, 3):
-            step = build(stage, False, fn)
-            _, pullback = step.vjp(step.init(params), x)
-            assert_trees_close(fz.gather(pullback(torch.ones((), dtype=torch.float64))[0]), want, rtol=1e-12)
-
-    run_ranks(rank_main, 3)
-
-
 class Dropout(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -299,28 +221,6 @@ def test_collectives_of_a_step() -> None:
                 assert_collectives(lambda step=step, state=state: step.forward(state, *batch), {"all_gather": 0})
 
     run_ranks(rank_main, 2)
-
-
-def test_two_axes_shard_and_replicate() -> None:
-    loss, params = scenarios.tiny_lm()
-    batches = scenarios.token_batches(4)
-    plain = fz.train_step(loss, fz.adamw(1e-2))
-    x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
-    state = plain.init(params)
-    for _ in range(3):
-        state, _ = plain(state, x, y)
-    want = fz.gather(state.params)
-
-    def rank_main(rank: int) -> None:
-        mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "dp"))
-        for shard in (fz.shard_zero1, fz.shard_zero2, fz.shard_zero3):
-            step = shard(plain, mesh, replicate="copies")
-            state = step.init(params)
-            for _ in range(3):
-                state, _ = step(state, *batches[rank])
-            assert_trees_close(fz.gather(state.params), want, rtol=1e-10)
-
-    run_ranks(rank_main, 4)
 
 
 @pytest.mark.parametrize("how", ["vjp", "remat", "tape", "hvp"])

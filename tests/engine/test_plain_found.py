@@ -2,71 +2,24 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import warnings
 import weakref
-from collections.abc import Callable
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from microbatches import F64, HOW, by_torch, drawn, pulled
+from torch import Tensor
 
 import fzero as fz
 from fzero.base import pages
 from fzero.engine.passes import Passes
 
-DTYPE = torch.float64
-
-
-def drawn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=DTYPE)
-
-
-def expected(fn: Callable[..., Tensor], params: dict[str, Tensor], x: Tensor, count: int) -> dict[str, Tensor]:
-    leaves = {name: leaf.clone().requires_grad_() for name, leaf in params.items()}
-    for part in x.chunk(count):
-        (fn(leaves, part) / count).backward()
-    return {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
-
 
 def near(found: dict[str, Tensor], right: dict[str, Tensor]) -> None:
     for name, grad in right.items():
         torch.testing.assert_close(found[name], grad, rtol=1e-10, atol=1e-12)
-
-
-HOW = ("backward", "early", "halves")
-
-
-def pulled(
-    fn: Callable[..., Tensor], params: dict[str, Tensor], x: Tensor, count: int, how: str, after: Callable[..., object]
-) -> tuple[dict[str, Tensor], Tensor]:
-    """Gradients, and the input's cotangent, of a step's passes.
-
-    Args:
-        after: is called with what is outside of the library between the halves of a pullback.
-    """
-    step = fz.train_step(fn, fz.sgd(1.0))
-    passes, own = Passes(step, step.init(params), count), list[Tensor]()
-    for i, part in enumerate(x.chunk(count)):
-        output, _ = passes.forward(i, (part,), (0,))
-        ct = torch.full_like(output, 1 / count)  # type: ignore[arg-type]
-        rest: Callable[[], object] = lambda: None
-        if how == "backward":
-            (cotangent,) = passes.backward(i, ct)
-        elif how == "early":
-            (cotangent,), rest = passes.early(i, ct)
-        else:
-            (cotangent,) = passes.inputs(i, ct)
-            rest = functools.partial(passes.params, i)
-        assert isinstance(cotangent, Tensor)
-        own.append(cotangent.clone())
-        after(ct, cotangent, output)
-        rest()
-    passes.reduce()
-    return fz.gather(passes.grads()), torch.cat(own)
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -80,9 +33,8 @@ def test_who_writes_to_a_cotangent_between_the_halves_changes_no_gradient(count:
             each.zero_()
 
     params, x = {"w": drawn(3, 3), "b": drawn(6 // count, 3, seed=1)}, drawn(6, 3, seed=2)
-    right, _ = pulled(fn, params, x, count, "backward", lambda *_: None)
-    found, _ = pulled(fn, params, x, count, how, write)
-    near(found, right)
+    found = pulled(fn, params, x.chunk(count), how, after=write)
+    near(fz.gather(found), by_torch(fn, params, x.chunk(count)))
 
 
 @pytest.mark.parametrize("how", ["early", "halves"])
@@ -94,7 +46,7 @@ def test_who_gives_up_between_the_halves_leaves_nothing(how: str) -> None:
     gc.collect()
     gc.disable()
     try:
-        left = (passes.early if how == "early" else passes.inputs)(0, torch.ones((), dtype=DTYPE))
+        left = (passes.early if how == "early" else passes.inputs)(0, torch.ones((), dtype=F64))
         del passes, left
         assert run() is None
     finally:
@@ -105,31 +57,13 @@ def test_who_gives_up_between_the_halves_leaves_nothing(how: str) -> None:
 @pytest.mark.parametrize("count", [1, 2])
 def test_gaps_between_leaves_are_zeros(how: str, count: int) -> None:
     """Where sums lie in memory that others have left full of large numbers."""
-    step = fz.train_step(lambda p, x: (x @ p["w"] @ p["v"]).square().sum(), fz.sgd(1.0))
     full = lambda numel, dtype, device: torch.full((numel,), 1e240, dtype=dtype, device=device)
+    params, parts = {"w": drawn(3, 3), "v": drawn(3, 3, seed=1)}, drawn(6, 3, seed=2).chunk(count)
     with mock.patch.object(pages, "empty", full):
-        passes = Passes(step, step.init({"w": drawn(3, 3), "v": drawn(3, 3, seed=1)}), count)
-        for i, part in enumerate(drawn(6, 3, seed=2).chunk(count)):
-            output, _ = passes.forward(i, (part,), (0,))
-            ct = torch.ones_like(output)  # type: ignore[arg-type]
-            if how == "early":
-                passes.early(i, ct)[1]()
-            else:
-                (passes.backward if how == "backward" else passes.inputs)(i, ct)
-            if how == "halves":
-                passes.params(i)
-        passes.reduce()
-        grads = passes.grads()
+        grads = pulled(lambda p, x: (x @ p["w"] @ p["v"]).square().sum(), params, parts, how)
     for buffer in grads.locals().values():
         assert buffer.abs().max() < 1e6
         assert (buffer != 0).sum() <= 18
-
-
-def test_all_params_frozen() -> None:
-    step = fz.freeze(fz.accumulate(fz.train_step(lambda p, x: (x * p["w"]).sum(), fz.sgd(1.0)), 2), "*")
-    state = step.init({"w": torch.ones(3)})
-    new, metrics = step(state, torch.ones(4, 3))
-    assert metrics["loss"] == 6 and torch.equal(fz.gather(new.params)["w"], torch.ones(3))
 
 
 def test_a_real_weight_that_is_cast_to_complex() -> None:
@@ -141,38 +75,4 @@ def test_a_real_weight_that_is_cast_to_complex() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         new, _ = step(step.init(params), x)
-    near({"w": params["w"] - fz.gather(new.params)["w"]}, expected(fn, params, x, 2))
-
-
-class Checkpointed(nn.Module):
-    """Runs a part of itself again in the pullback, as many models' blocks do."""
-
-    def __init__(self, again: bool) -> None:
-        super().__init__()
-        self.inner, self.again = nn.Linear(4, 4, dtype=torch.float64), again
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        def part(x: torch.Tensor) -> torch.Tensor:
-            return torch.tanh(self.inner(x))
-
-        return x / 2 + (checkpoint(part, x, use_reentrant=False) if self.again else part(x))
-
-
-@pytest.mark.parametrize("taped", [False, True])
-def test_a_checkpoint_inside_a_unit_of_a_module(taped: bool) -> None:
-    def trained(again: bool) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        apply, params = fz.functional(nn.Sequential(Checkpointed(again), Checkpointed(again)))
-        step = fz.train_step(lambda p, x: apply(p, x).square().mean(), fz.sgd(0.1))
-        state, x = step.init(params), torch.linspace(0, 1, 12, dtype=torch.float64).reshape(3, 4)
-        for _ in range(2):
-            if taped:
-                with fz.tape(step, state) as model:
-                    model(x).backward()
-                    state, _ = step.update(state, model.grads())
-            else:
-                state, _ = step(state, x)
-        return list(fz.gather(state.params).values())
-
-    for found, expected in zip(trained(True), trained(False), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0.0)
+    near({"w": params["w"] - fz.gather(new.params)["w"]}, by_torch(fn, params, x.chunk(2), 0.5))

@@ -10,17 +10,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from microbatches import F64, HOW, Params, by_torch, drawn, pulled
 
 import fzero as fz
-from fzero.engine.passes import Passes
 from fzero.testing import assert_trees_close, assert_trees_equal
-
-F64 = torch.float64
-Params = dict[str, torch.Tensor]
-
-
-def drawn(*shape: int, dtype: torch.dtype = F64, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(seed)) / 4
 
 
 def grads_of(fn: Callable[..., Any], params: Params, x: torch.Tensor, count: int) -> Params:
@@ -33,10 +26,7 @@ def grads_of(fn: Callable[..., Any], params: Params, x: torch.Tensor, count: int
 
 
 def torch_grads_of(fn: Callable[..., Any], params: Params, x: torch.Tensor, count: int) -> Params:
-    leaves = {name: own.clone().requires_grad_() for name, own in params.items()}
-    for part in x.chunk(count):
-        (fn(leaves, part) / count).backward()
-    return {name: own.grad if own.grad is not None else torch.zeros_like(own) for name, own in leaves.items()}
+    return by_torch(fn, params, x.chunk(count), 1 / count)
 
 
 def sparse_of(csr: bool, columns: int) -> torch.Tensor:
@@ -77,23 +67,17 @@ def test_a_weight_beside_a_sparse_tensor(csr: bool, transposed: bool) -> None:
 
 
 @pytest.mark.parametrize("compute", [None, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("halved", [False, True])
-def test_an_output_that_is_a_weight_of_a_product(compute: torch.dtype | None, halved: bool) -> None:
+@pytest.mark.parametrize("how", HOW)
+def test_an_output_that_is_a_weight_of_a_product(compute: torch.dtype | None, how: str) -> None:
     """It has a cotangent of its own beside the product's; where it was cast, nobody has copied it on its way out."""
     policy = fz.Policy(param=F64, compute=compute or F64, reduce=F64, grad=F64)
     step = fz.train_step(lambda p, x: (x @ p["w"], p["w"]), fz.sgd(1.0), policy=policy)
-    passes = Passes(step, step.init({"w": drawn(3, 3)}), 1)
     x = drawn(2, 3, seed=1).to(compute or F64)
-    returned: Any = passes.forward(0, (x,), (0,))[0]
-    out, weight = returned
-    cotangents = torch.ones_like(out), 3 * torch.ones_like(weight)
-    (passes.inputs if halved else passes.backward)(0, cotangents)
-    if halved:
-        passes.params(0)
-    passes.reduce()
+    own = lambda output: (torch.ones_like(output[0]), 3 * torch.ones_like(output[1]))
+    found = fz.gather(pulled(step, {"w": drawn(3, 3)}, [x], how, own))["w"]
     want = x.t().double() @ torch.ones(2, 3, dtype=F64) + 3
     tolerance = 2e-2 if compute is torch.bfloat16 else 1e-6
-    torch.testing.assert_close(fz.gather(passes.grads())["w"], want, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(found, want, rtol=tolerance, atol=tolerance)
 
 
 class PullsWithin(torch.autograd.Function):
@@ -131,16 +115,7 @@ def test_a_backward_that_pulls_back_through_the_graph(count: int) -> None:
 def test_a_backward_that_pulls_back_in_the_first_half() -> None:
     params = {"w": drawn(5, 5), "u": drawn(5, 5, seed=1), "b": drawn(5, seed=2)}
     x = drawn(8, 5, seed=3)
-    found = []
-    for halved in (False, True):
-        step = fz.train_step(pulls_within, fz.sgd(1.0))
-        passes = Passes(step, step.init(params), 1)
-        passes.forward(0, (x,), (0,))
-        (passes.inputs if halved else passes.backward)(0, torch.ones((), dtype=F64))
-        if halved:
-            passes.params(0)
-        passes.reduce()
-        found.append(fz.gather(passes.grads()))
+    found = [fz.gather(pulled(pulls_within, params, [x], how)) for how in ("backward", "halves")]
     assert_trees_equal(found[0], found[1])
     torch.testing.assert_close(found[0], torch_grads_of(pulls_within, params, x, 1))
 
@@ -195,11 +170,6 @@ def test_products_of_weights(made: Callable[[Params], torch.Tensor], count: int,
 
     params = {**{name: drawn(4, 4, seed=i) for i, name in enumerate("abcd")}, "e": drawn(4, seed=5)}
     x = drawn(4, 4, seed=6)
-    passes = Passes(step := fz.train_step(fn, fz.sgd(1.0)), step.init(params), count)
-    for i, part in enumerate(x.chunk(count)):
-        passes.forward(i, (part,), (0,))
-        passes.inputs(i, torch.full((), 1 / count, dtype=F64))
-        passes.params(i)
-    passes.reduce()
-    got = fz.gather(passes.grads())
+    cotangent = lambda _: torch.full((), 1 / count, dtype=F64)
+    got = fz.gather(pulled(fn, params, x.chunk(count), "halves", cotangent))
     assert_trees_close(got, torch_grads_of(fn, params, x, count), rtol=1e-10, atol=1e-12)

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_plain_graphs import Params, drawn, grads_of
+from microbatches import Params, drawn
+from test_plain_graphs import grads_of
 
 import fzero as fz
 from fzero.testing import assert_trees_equal, run_ranks

@@ -176,16 +176,6 @@ def test_argnums() -> None:
     assert pullback(ONE)[1][1]["name"] is None
 
 
-def test_nan_is_reported_not_hidden() -> None:
-    step = fz.train_step(features, fz.sgd(0.1))
-    _, params = scenarios.stack()
-    state = step.init(params)
-    out, pullback = step.vjp(state, scenarios.vector_batches(1)[0][0])
-    grads, _ = pullback(torch.full_like(out, float("nan")))
-    new, metrics = step.update(state, grads)
-    assert bool(metrics["skipped"]) and torch.isnan(metrics["grad_norm"]) and new.step == 0
-
-
 @pytest.mark.parametrize(
     "sharded", [lambda step: step, fz.shard_zero2, fz.shard_zero3, lambda step: fz.remat(fz.shard_zero3(step))]
 )

@@ -11,7 +11,8 @@ import optree
 import pytest
 import torch
 import torch.nn.functional as F
-from nightly import NIGHTLY, at_length, by_turns, in_turns
+from nightly import NIGHTLY, by_turns, in_turns
+from units import forms
 
 import fzero as fz
 from fzero.testing import assert_trees_equal, run_ranks
@@ -43,15 +44,8 @@ NORMS: dict[str, Norm] = {
     "as out": lambda x, a, b: torch.sum(x.detach(), 0, out=a.detach()) + x,
     "data": lambda x, a, b: (a.data.add_(1), x)[1],
 }
-STEPS: dict[str, Callable[[fz.Step], fz.Step]] = {
-    "plain": lambda step: step,
-    "ZeRO-1": fz.shard_zero1,
-    "ZeRO-2": fz.shard_zero2,
-    "ZeRO-3": fz.shard_zero3,
-    "remat": fz.remat,
-    "ZeRO-3, remat": lambda step: fz.remat(fz.shard_zero3(step)),
+STEPS = forms("plain", "ZeRO-1", "ZeRO-2", "ZeRO-3", "remat", "ZeRO-3, remat", "microbatches") | {
     "names": lambda step: fz.shard_zero3(fz.remat(step, save=("h",))),
-    "accumulated": lambda step: fz.accumulate(step, 2),
     "fused, donated": lambda step: fz.fuse_update(fz.donate(fz.shard_zero3(step))),
 }
 W = torch.randn(4, 4, generator=torch.Generator().manual_seed(0), dtype=F64)
@@ -129,24 +123,3 @@ def test_is_refused_by_name_and_the_state_is_as_before(name: str, how: str) -> N
     for in_unit in (True, False):
         for ranks in (1, 2) if NIGHTLY else (1 + (in_unit + len(name)) % 2,):
             run_ranks(lambda rank, own=in_unit: refused(name, own, how), ranks)
-
-
-@at_length
-def test_on_processes() -> None:
-    run_ranks(_on_a_process, 2, backend="processes")
-
-
-def _on_a_process(rank: int) -> None:
-    for name in ("functional", "detached"):
-        for in_unit in (True, False):
-            refused(name, in_unit, "ZeRO-3")
-            refused(name, in_unit, "plain")
-
-
-@pytest.mark.parametrize("in_unit", [True, False])
-def test_so_are_statistics_that_are_closed_over(in_unit: bool) -> None:
-    mean, variance = torch.zeros(4, dtype=F64), torch.ones(4, dtype=F64)
-    step = step_of(lambda x, a, b: F.batch_norm(x, mean, variance, training=True), in_unit, "plain")
-    with pytest.raises(ValueError, match=r"writes to a tensor of shape \(4,\) that it closes over, by .*_norm \(.*py"):
-        step.forward(step.init(params()), X)
-    assert not mean.any() and torch.equal(variance, torch.ones(4, dtype=F64))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from backwards import with_backward
 
 import fzero as fz
 from fzero.testing import run_ranks
@@ -51,42 +52,41 @@ def test_what_a_forward_gave_out_is_among_it(which: str) -> None:
         pullback(torch.ones_like(output))
 
 
-class Fails(torch.autograd.Function):
-    """Whose backward fails where it is told to."""
-
-    fails = True
-
-    @staticmethod
-    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: object, g: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        if Fails.fails:
-            raise ValueError("told to")
-        return g
-
-
 @pytest.mark.parametrize("retains", [False, True])
 @pytest.mark.parametrize("half", [False, True])
-@pytest.mark.parametrize("act", [lambda step: step, fz.remat])
-def test_a_pullback_that_failed(act: Any, half: bool, retains: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("act", [lambda step: step, fz.remat, fz.shard_zero3])
+def test_a_pullback_that_failed(act: Any, half: bool, retains: bool) -> None:
     """It may be tried again where it keeps its graph, and says so where not."""
-    monkeypatch.setattr(Fails, "fails", True)
-    unit = fz.unit(lambda p, x: Fails.apply(x @ p["w"]).tanh())
-    step = act(fz.train_step(lambda p, x: unit(p["blocks"][0], x).square().sum(), fz.sgd(1.0)))
-    state = step.init({"blocks": [{"w": W}]})
-    out, pull = step.vjp(state, X)
-    one = torch.ones_like(out)
-    with pytest.raises(ValueError, match="told to"):
-        (pull.inputs if half else pull)(one, retain_graph=retains)
-    monkeypatch.setattr(Fails, "fails", False)
-    if not retains:
-        with pytest.raises(RuntimeError, match="was used up by an earlier call"):
-            pull(one)
+
+    def backward(cotangent: torch.Tensor) -> torch.Tensor:
+        if fails:
+            raise ValueError("told to")
+        return cotangent
+
+    fails, function = [1], with_backward(torch.clone, backward)
+    unit = fz.unit(lambda p, x: function(x @ p["w"]).tanh())
+
+    def rank_main(rank: int) -> None:
+        step = act(fz.train_step(lambda p, x: unit(p["blocks"][0], x).square().sum(), fz.sgd(1.0)))
+        state = step.init({"blocks": [{"w": W}]})
         out, pull = step.vjp(state, X)
-    want = torch.func.grad(lambda w: (X @ w).tanh().square().sum())(W)
-    torch.testing.assert_close(fz.gather(pull(one)[0])["blocks"][0]["w"], want)
+        one = torch.ones_like(out)
+        with pytest.raises(ValueError, match="told to"):
+            (pull.inputs if half else pull)(one, retain_graph=retains)
+        fails.clear()
+        if retains:
+            with pytest.raises(RuntimeError, match=r"Call inputs\(cotangent\) first"):
+                pull.params()
+        else:
+            with pytest.raises(RuntimeError, match="was used up by an earlier call"):
+                pull(one)
+            out, pull = step.vjp(state, X)
+        want = torch.func.grad(lambda w: (X @ w).tanh().square().sum())(W)
+        pull.inputs(one, retain_graph=True)
+        for grads in (pull.params(), pull(one)[0]):
+            torch.testing.assert_close(fz.gather(grads)["blocks"][0]["w"], want)
+
+    run_ranks(rank_main, 1)
 
 
 @pytest.mark.parametrize("mistake", ["write", "cotangent"])

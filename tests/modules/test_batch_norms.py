@@ -106,25 +106,37 @@ def in_one(rows: list[int], parts: int = 1) -> Any:
     return torch.stack(losses), {n: p.detach() for n, p in module.named_parameters()}, dict(module.named_buffers())
 
 
-def step_of(module: nn.Module = FIRST, wrap: Any = fz.shard_zero3) -> Any:
+def step_of(module: nn.Module = FIRST, wrap: Any = fz.shard_zero3, rate: Any = 0.1) -> Any:
     apply, params, buffers = fz.functional(module, buffers=True, sync_batch_norm=True)
 
     def fn(p: Any, b: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
         out, b = apply(p, b, x)
         return squared(out, y), b
 
-    return wrap(fz.carry(fz.train_step(fn, fz.sgd(0.1)), buffers)), params
+    return wrap(fz.carry(fz.train_step(fn, fz.sgd(rate)), buffers)), params
 
 
-def on_ranks(wrap: Any, rows: list[int], parts: int, rank: int) -> Any:
-    step, params = step_of(wrap=wrap)
-    step = fz.accumulate(step, parts)
+def steps_of(made: tuple[Any, Any], rows: list[int], parts: int, rank: int) -> tuple[torch.Tensor, Any]:
+    """Losses and the last state."""
+    step, params = fz.accumulate(made[0], parts), made[1]
     state, losses = step.init(params), []
     for x, y in zip(*data(parts * sum(rows)), strict=True):
         own = [torch.cat(shares(each, rows, parts)[rank]) for each in (x, y)]
         state, metrics = step(state, *own)
         losses.append(metrics["loss"])
-    return torch.stack(losses), dict(fz.gather(state.params)), state.extra["carry"]
+    return torch.stack(losses), state
+
+
+def need_one_process(wrap: Any, rows: list[int], parts: int = 1, copies: int = 1) -> None:
+    """Each batch on so many ranks."""
+
+    def on(rank: int) -> Any:
+        losses, state = steps_of(step_of(wrap=wrap), rows, parts, rank // copies)
+        return losses, dict(fz.gather(state.params)), state.extra["carry"]
+
+    want = in_one(rows, parts)
+    for got in run_ranks(on, len(rows) * copies, timeout=300):
+        assert_trees_close(got, want, rtol=1e-9, atol=1e-12)
 
 
 @by_day(8)
@@ -137,13 +149,8 @@ def on_ranks(wrap: Any, rows: list[int], parts: int, rank: int) -> Any:
 @pytest.mark.filterwarnings("ignore:fz.offload")
 def test_one_batch_of_all_ranks(chosen: Any, rows: list[int], parts: int, seed: int) -> None:
     chosen = [(said, each) for said, each in chosen if not said.startswith("accumulate")]
-    want = in_one(rows, parts)
     with hazards(seed):
-        found = run_ranks(
-            functools.partial(on_ranks, functools.partial(strategies.apply, chosen=chosen), rows, parts), len(rows)
-        )
-    for got in found:
-        assert_trees_close(got, want, rtol=1e-9, atol=1e-12)
+        need_one_process(functools.partial(strategies.apply, chosen=chosen), rows, parts)
 
 
 def over(mesh: tuple[int, ...], how: dict[str, Any], step: Any) -> Any:
@@ -154,36 +161,22 @@ def over(mesh: tuple[int, ...], how: dict[str, Any], step: Any) -> Any:
 @in_turns(2)
 @pytest.mark.parametrize("how", [{"axis": ("a", "b")}, {"axis": "b", "replicate": "a"}])
 def test_over_several_axes(how: dict[str, Any]) -> None:
-    want = in_one([2, 1, 3, 2])
-    for got in run_ranks(functools.partial(on_ranks, functools.partial(over, (2, 2), how), [2, 1, 3, 2], 1), 4):
-        assert_trees_close(got, want, rtol=1e-9, atol=1e-12)
+    need_one_process(functools.partial(over, (2, 2), how), [2, 1, 3, 2])
 
 
 @at_length
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of torch, at a break
 def test_in_compiled_units() -> None:
-    wrap = lambda step: fz.compile(fz.remat(fz.shard_zero3(step)))
-    want = in_one([2, 3])
-    for got in run_ranks(functools.partial(on_ranks, wrap, [2, 3], 1), 2, timeout=300):
-        assert_trees_close(got, want, rtol=1e-9, atol=1e-12)
+    need_one_process(lambda step: fz.compile(fz.remat(fz.shard_zero3(step))), [2, 3])
 
 
 def test_beside_a_tensor_axis() -> None:
-    def on(rank: int) -> Any:
+    def wrap(step: Any) -> Any:
         mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        plan = {"blocks.*.linear.*": "column_gather"}
-        step, params = step_of(
-            wrap=lambda step: fz.shard_zero3(fz.shard_tensor(step, plan, mesh=mesh, axis="tp"), mesh=mesh, axis="dp")
-        )
-        state, losses = step.init(params), []
-        for x, y in zip(*FIVE, strict=True):
-            state, metrics = step(state, x.split([2, 3])[rank // 2], y.split([2, 3])[rank // 2])
-            losses.append(metrics["loss"])
-        return torch.stack(losses), dict(fz.gather(state.params)), state.extra["carry"]
+        step = fz.shard_tensor(step, {"blocks.*.linear.*": "column_gather"}, mesh=mesh, axis="tp")
+        return fz.shard_zero3(step, mesh=mesh, axis="dp")
 
-    want = in_one([2, 3])
-    for got in run_ranks(on, 4):
-        assert_trees_close(got, want, rtol=1e-9, atol=1e-12)
+    need_one_process(wrap, [2, 3], copies=2)
 
 
 def trained(params: Any, rate: torch.Tensor) -> torch.Tensor:
@@ -202,18 +195,8 @@ def trained(params: Any, rate: torch.Tensor) -> torch.Tensor:
 
 
 def trained_on_ranks(params: Any, rate: torch.Tensor) -> torch.Tensor:
-    rank = torch.distributed.get_rank()
-    apply, _, buffers = fz.functional(FIRST, buffers=True, sync_batch_norm=True)
-
-    def fn(p: Any, b: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
-        out, b = apply(p, b, x)
-        return squared(out, y), b
-
-    step = fz.remat(fz.shard_zero3(fz.carry(fz.train_step(fn, fz.sgd(rate)), buffers)))
-    state = step.init(params)
-    for x, y in zip(*FIVE, strict=True):
-        state, metrics = step(state, x.split([2, 3])[rank], y.split([2, 3])[rank])
-    return metrics["loss"]
+    step, _ = step_of(wrap=lambda step: fz.remat(fz.shard_zero3(step)), rate=rate)
+    return steps_of((step, params), [2, 3], 1, torch.distributed.get_rank())[0][-1]
 
 
 DERIVATIVES: dict[str, Any] = {
@@ -390,13 +373,9 @@ def test_torchs_synchronised_ones_are(tmp_path: Any) -> None:
             norm = Activated(D).double()
             norm.load_state_dict(module.get_submodule(path).state_dict())
             module.set_submodule(path, norm)
-        step, params = step_of(module)
-        state, losses = step.init(params), []
-        for x, y in zip(*FIVE, strict=True):
-            state, metrics = step(state, x.split([2, 3])[rank], y.split([2, 3])[rank])
-            losses.append(metrics["loss"])
+        losses, state = steps_of(step_of(module), [2, 3], 1, rank)
         fz.save(tmp_path / "state", state)
-        return torch.stack(losses), dict(fz.gather(state.params)), state.extra["carry"]
+        return losses, dict(fz.gather(state.params)), state.extra["carry"]
 
     for got in run_ranks(on, 2):
         assert_trees_close(got, want, rtol=1e-9, atol=1e-12)
@@ -428,25 +407,6 @@ def test_what_is_wrong_is_said() -> None:
         step = fz.shard_zero3(fz.train_step(lambda p, x: apply(p, x).mean(), fz.sgd(0.1)))
         with pytest.raises(ValueError, match=r"sync_batch_norm: fz\.per_example_grads takes examples one by one"):
             fz.per_example_grads(step, step.init(params, sync=True), x)
-
-    run_ranks(on, 2)
-
-
-class Branches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.out = nn.BatchNorm1d(D), nn.Linear(D, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.out(x if torch.distributed.get_rank() else self.norm(x))  # type: ignore[no-any-return]
-
-
-def test_ranks_that_skip_one_are_told() -> None:
-    def on(rank: int) -> None:
-        step, params = step_of(Branches().double())
-        state = step.init(params, sync=True)
-        with pytest.raises(RuntimeError, match="have diverged: rank 0: exchange of sync_batch_norm of batch norm"):
-            step(state, FIVE[0][0], FIVE[1][0])
 
     run_ranks(on, 2)
 
@@ -526,8 +486,8 @@ class NoLayer(nn.Module):
         return F.batch_norm(x, self.mean, self.var, self.scale, training=self.training)
 
 
-def once(module: nn.Module, wrap: Any = fz.shard_zero3) -> Any:
-    """Loss, gradients and buffers of a step's function, of two ranks, and of one process with both batches."""
+def need_once(module: nn.Module, wrap: Any) -> None:
+    """Gradients and buffers of a step's function on two ranks are those of one process with both batches."""
     own, (x, y) = copy.deepcopy(module), (each[0] for each in FIVE)
     loss = squared(own(x), y) / 2
     loss.backward()
@@ -539,30 +499,25 @@ def once(module: nn.Module, wrap: Any = fz.shard_zero3) -> Any:
         return dict(fz.gather(pullback(torch.ones_like(out))[0])), new
 
     grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in own.named_parameters()}
-    return run_ranks(on, 2), (grads, dict(own.named_buffers()))
+    for got in run_ranks(on, 2):
+        assert_trees_close(got, (grads, dict(own.named_buffers())), rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("how", ["statistics", "torch", "unbound", "hidden", "made"])
 @pytest.mark.parametrize("wrap", [fz.shard_zero1, fz.shard_zero3])
 def test_those_that_no_layer_calls(how: str, wrap: Any) -> None:
-    found, want = once(Called(how).double(), wrap)
-    for got in found:
-        assert_trees_close(got, want, rtol=1e-10, atol=1e-12)
+    need_once(Called(how).double(), wrap)
 
 
 @pytest.mark.parametrize("norm", [ByTorch, NoLayer, Frozen])
 def test_those_of_other_kinds_in_units(norm: Any) -> None:
-    found, want = once(Twice(norm).double(), lambda step: fz.remat(fz.shard_zero3(step)))
-    for got in found:
-        assert_trees_close(got, want, rtol=1e-10, atol=1e-12)
+    need_once(Twice(norm).double(), lambda step: fz.remat(fz.shard_zero3(step)))
 
 
 @at_length
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_unit_with_one_of_no_layer_is_not_compiled() -> None:
-    found, want = once(Twice(NoLayer).double(), lambda step: fz.compile(fz.shard_zero3(step)))
-    for got in found:
-        assert_trees_close(got, want, rtol=1e-10, atol=1e-12)
+    need_once(Twice(NoLayer).double(), lambda step: fz.compile(fz.shard_zero3(step)))
 
 
 REFUSED = {
@@ -588,23 +543,26 @@ def test_what_cannot_be_over_ranks_is_refused(what: str) -> None:
     run_ranks(on, 2)
 
 
-class Domains(nn.Module):
-    def __init__(self) -> None:
+class ByRank(nn.Module):
+    def __init__(self, *norms: nn.Module) -> None:
         super().__init__()
-        self.norms, self.out = nn.ModuleList([nn.BatchNorm1d(D, affine=False) for _ in range(2)]), nn.Linear(D, 1)
+        self.norms, self.out = nn.ModuleList(norms), nn.Linear(D, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.out(self.norms[torch.distributed.get_rank()](x))  # type: ignore[no-any-return]
 
 
-def _domains(words: str, rank: int) -> None:
-    step, params = step_of(Domains().double())
+def told(words: str, skips: bool, rank: int) -> None:
+    norms = [nn.BatchNorm1d(D, affine=False) for _ in range(2)]
+    step, params = step_of(ByRank(norms[0], nn.Identity() if skips else norms[1]).double())
     state = step.init(params, sync=True)
     with pytest.raises(RuntimeError, match=words):
         step(state, FIVE[0][0], FIVE[1][0])
 
 
-def test_ranks_that_call_different_ones_are_told() -> None:
-    run_ranks(functools.partial(_domains, r"diverged: rank 0: .*'norms\.0', .*; rank 1: .*'norms\.1'"), 2)
-    unchecked = functools.partial(_domains, r"sync_batch_norm of batch norm 'norms\.[01]'")
+def test_ranks_that_skip_one_or_call_different_ones_are_told() -> None:
+    skipped = "have diverged: rank 0: exchange of sync_batch_norm of batch norm"
+    run_ranks(functools.partial(told, skipped, True), 2)
+    run_ranks(functools.partial(told, r"diverged: rank 0: .*'norms\.0', .*; rank 1: .*'norms\.1'", False), 2)
+    unchecked = functools.partial(told, r"sync_batch_norm of batch norm 'norms\.[01]'", False)
     run_ranks(unchecked, 2, backend="processes", checked=False, timeout=3)

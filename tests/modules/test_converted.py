@@ -38,14 +38,7 @@ def step_of(loss: Any, sizes: tuple[int, int], stage: int, plan: Any, remat: boo
 
 
 def train(
-    rank: int,
-    functions: Any,
-    batches: Any,
-    sizes: tuple[int, int],
-    stage: int,
-    plan: Any,
-    remat: bool,
-    sequence: bool = False,
+    functions: Any, batches: Any, sizes: tuple[int, int], stage: int, plan: Any, remat: bool, sequence: bool, rank: int
 ) -> Any:
     loss, params = functions
     step = step_of(loss, sizes, stage, plan, remat, sequence)
@@ -69,67 +62,26 @@ def check(
 ) -> None:
     loss, params = functions
     want, losses, norms = adamw_steps(loss, dict(params), batches, 3, eps=EPS, max_norm=0.5)
-    fn = functools.partial(
-        train,
-        functions=functions,
-        batches=batches,
-        sizes=sizes,
-        stage=stage,
-        plan=plan,
-        remat=remat,
-        sequence=sequence,
-    )
+    fn = functools.partial(train, functions, batches, sizes, stage, plan, remat, sequence)
     for params, seen in run_ranks(fn, sizes[0] * sizes[1], **run):
         assert_trees_close(params, want, rtol=near, atol=near / 100)
         assert torch.allclose(torch.tensor(seen[::2]), torch.tensor(losses), rtol=near, atol=0)
         assert torch.allclose(torch.tensor(seen[1::2]), torch.tensor(norms), rtol=near, atol=0)
 
 
-drawn_blocks = st.lists(
-    st.tuples(st.sampled_from(sorted(zoo.KINDS)), st.integers(2, 7), st.booleans()), min_size=1, max_size=3
-).map(tuple)
-
-
 @pytest.mark.usefixtures("hazards")
 @given(
-    blocks=drawn_blocks,
-    tied=st.booleans(),
-    chosen=st.lists(st.booleans(), min_size=3, max_size=3),
-    embedding=st.sampled_from(["vocabulary", "column", "column_gather", None]),
+    planned=zoo.planned(),
     sizes=st.sampled_from(MESHES),
     stage=st.integers(0, 3),
     remat=st.booleans(),
     sequence=st.booleans(),
 )
-def test_drawn_models(
-    blocks: Any,
-    tied: bool,
-    chosen: list[bool],
-    embedding: str | None,
-    sizes: tuple[int, int],
-    stage: int,
-    remat: bool,
-    sequence: bool,
-) -> None:
-    model = zoo.made(blocks, tied)
-    plan = {**model.plan(chosen), **({"head": "column_gather"} if not tied else {})}
-    if embedding == "column":
-        embedding = "column_gather"
-    if embedding is not None:
-        plan["embedding"] = embedding
-    if not plan:
-        plan["head"] = "column_gather"
+def test_drawn_models(planned: Any, sizes: tuple[int, int], stage: int, remat: bool, sequence: bool) -> None:
+    model, plan = planned
     apply, params = fz.functional(model)
     sizes = sizes if stage else (1, sizes[1])
     check((zoo.loss_of(apply), params), zoo.batches(sizes[0]), sizes, stage, plan, remat, sequence=sequence)
-
-
-@in_turns(5, "on processes, as on threads")
-def test_drawn_models_on_real_processes() -> None:
-    model = zoo.made((("Attention", 1, True), ("Mlp", 5, True), ("Fused", 3, False)), True)
-    plan = {**model.plan([True] * 3), "embedding": "vocabulary"}
-    apply, params = fz.functional(model)
-    check((zoo.loss_of(apply), params), zoo.batches(2), (2, 2), 3, plan, True, backend="processes")
 
 
 @in_turns(4)
@@ -160,6 +112,7 @@ def test_a_unit_around_apply(units: list[str] | None, stage: int, sequence: bool
         assert_trees_close((dict(grads["model"]), out), (want[0]["model"], want[1]), rtol=1e-10, atol=1e-14)
 
 
+@in_turns(3, "compiled over a tensor axis")
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # that the compiler itself looks at
 @pytest.mark.parametrize("sequence", [False, True] if NIGHTLY else [True])
 def test_compiled(sequence: bool) -> None:

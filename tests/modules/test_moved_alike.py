@@ -125,16 +125,6 @@ def test_a_buffer_that_each_rank_moves_by_its_own_batch(move: str, wrap: str) ->
     assert one == other
 
 
-def on_processes(rank: int) -> str:
-    return refused(rank, "by_hand", "ZeRO-3")
-
-
-@in_turns(5, "on processes, as on threads")
-def test_on_real_processes() -> None:
-    one, other, third = run_ranks(on_processes, 3, backend="processes")
-    assert one == other == third
-
-
 @in_turns(2)
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("move", ALIKE)

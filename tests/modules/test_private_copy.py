@@ -354,19 +354,13 @@ def test_a_global_hook_that_reads_the_module_is_refused() -> None:
         handle.remove()
 
 
-def test_a_buffer_that_was_computed_from_params_is_refused_where_it_is_read() -> None:
+@pytest.mark.parametrize("what", ["buffer", "attribute"])
+def test_what_was_computed_from_params_before_is_refused_where_it_is_read(what: str) -> None:
     module: Any = Net()
-    module.blocks[0].register_buffer("doubled", module.blocks[0].gain * 2)
-    module.blocks[0].register_forward_hook(lambda m, i, o: o * m.doubled)
+    block = module.blocks[0]
+    set_ = block.register_buffer if what == "buffer" else functools.partial(setattr, block)
+    set_("doubled", block.gain * 2)
+    block.register_forward_hook(lambda m, i, o: o * m.doubled)
     apply, params = fz.functional(module)
-    with pytest.raises(ValueError, match=r"submodule 'blocks\.0', buffer 'doubled' was computed from params"):
-        apply(params, X)
-
-
-def test_what_was_computed_from_params_before_is_refused_where_it_is_read() -> None:
-    module: Any = Net()
-    module.blocks[0].doubled = module.blocks[0].gain * 2
-    module.blocks[0].register_forward_hook(lambda m, i, o: o * m.doubled)
-    apply, params = fz.functional(module)
-    with pytest.raises(ValueError, match=r"submodule 'blocks\.0', attribute 'doubled' was computed from params"):
+    with pytest.raises(ValueError, match=rf"submodule 'blocks\.0', {what} 'doubled' was computed from params"):
         apply(params, X)

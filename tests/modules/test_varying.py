@@ -55,11 +55,6 @@ def out_of_heads(h: torch.Tensor) -> torch.Tensor:
     return torch.bmm(torch.softmax(torch.bmm(q, q.mT), -1), q).view(b, -1, t, 2).transpose(1, 2).reshape(b, t, -1)
 
 
-def attended(h: torch.Tensor) -> torch.Tensor:
-    q = h.unflatten(-1, (-1, 2)).transpose(1, 2)
-    return F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(-2)
-
-
 def biased(h: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     q = h.unflatten(-1, (-1, 6)).transpose(1, 2)
     return F.scaled_dot_product_attention(q, q, q, mask).sum(1)
@@ -76,28 +71,21 @@ def summed(h: torch.Tensor, number: Any = 0) -> torch.Tensor:
     return h.sum(-1, keepdim=True) + number
 
 
+# what `between.py` draws no line of
 EQUAL: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "mask": lambda h, x: h * (x[..., :1] > 0),
     "gate": lambda h, x: h * torch.sigmoid(x.mean(-1, keepdim=True)),
     "add": lambda h, x: h + x.sum(-1, keepdim=True),
-    "tokens": lambda h, x: torch.softmax(x @ x.mT, -1) @ h,
     "no grad": lambda h, x: torch.where(x.detach()[..., :1] > 0, h, -h),
-    "over tokens": lambda h, x: h - h.mean(1, keepdim=True) + h.cumsum(1).softmax(1),
     "heads": lambda h, x: heads(torch.tanh(h)),
     "heads in the batch": lambda h, x: out_of_heads(h),
-    "attention": lambda h, x: attended(h),
     "in place": lambda h, x: (h * 1).mul_(2).add_(x[..., :1]),
     "einsum": lambda h, x: torch.einsum("bts,bsf->btf", torch.softmax(x @ x.mT, -1), h),
     "einsum of heads": lambda h, x: by_einsum(h),
-    "stack": lambda h, x: torch.stack([h, h.sin()], 1).sum(1),
-    "cat of tokens": lambda h, x: torch.cat([h[:, :2], h[:, 2:].cos()], 1),
-    "squeeze": lambda h, x: h.unsqueeze(1).squeeze(1),
-    "examples": lambda h, x: h[torch.arange(h.shape[0] - 1, -1, -1)],
     "heads by sizes": lambda h, x: h.view(*h.shape[:2], h.shape[-1] // 2, 2).cos().flatten(-2),
     "heads in the batch by sizes": lambda h, x: in_the_batch(h),
     "as large": lambda h, x: h * torch.ones_like(h) + x[..., :1].expand_as(h),
     "as another": lambda h, x: (h.to(x) + h.view_as(h).type(torch.float64).cpu()).data + h,
-    "a new last dim": lambda h, x: torch.stack([h, h.sin()], -1).sum(-1) + h.unsqueeze(-1).squeeze(-1),
     "masked": lambda h, x: h.masked_fill(h < 0, 0.0) * (x.new_ones(2, 6, 1) > 0).to(h),
     "tokens by a mask": lambda h, x: h[x[..., 0] > x[..., 0].median()].unsqueeze(0),
     "places by tensors": lambda h, x: h[[1, 0]][:, torch.tensor([5, 4, 3, 2, 1, 0])],
@@ -113,6 +101,9 @@ EQUAL: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "tokens are padded": lambda h, x: F.pad(h, (0, 0, 1, 0))[:, :-1].flip(1).roll(1, 1).narrow(1, 0, h.shape[1]),
     "a linear map of one's own": lambda h, x: h + F.linear(x.mean(-1, keepdim=True), torch.ones(1, 1, dtype=h.dtype)),
     "parts by keywords": lambda h, x: torch.unflatten(h, sizes=(-1, 2), dim=2).cos().flatten(-2) * summed(h),
+    "parts before it": lambda h, x: h.unflatten(1, (3, -1)).tanh().flatten(1, 2),
+    "parts before it, by -1": lambda h, x: h.unflatten(1, (-1, 2)).cumsum(1).flatten(1, 2),
+    "parts behind it": lambda h, x: h.permute(2, 0, 1).unflatten(2, (2, -1)).tanh().flatten(2, 3).permute(1, 2, 0),
     "keywords": lambda h, x: torch.matmul(torch.softmax(x @ x.mT, -1), other=h),
 }
 
@@ -152,7 +143,7 @@ def written(b: torch.Tensor, h: torch.Tensor | float) -> torch.Tensor:
     return b
 
 
-# what `between.py` draws no line of: there every line is equal or refused
+# as above: there every line is equal or refused
 REFUSED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "softmax": lambda h, x: h.softmax(-1),
     "a hook": lambda h, x: hooked(h, lambda g: g / (g.norm() + 1)),
@@ -206,6 +197,7 @@ REFUSED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "a number of numpy to a part": lambda h, x: h * summed(h, np.float32(3)),
     "by how many go into one": lambda h, x: h * (h.shape[-1] // h.sin().shape[-1]),
     "its numerator": lambda h, x: h / h.shape[-1].numerator,
+    "parts before it, then over it": lambda h, x: h.unflatten(1, (3, 1, -1)).softmax(-1).flatten(1, 3),
     "writes to what is whole": lambda h, x: x.repeat(1, 1, 2)[..., : h.shape[-1]].add_(h),
 }
 
@@ -422,7 +414,7 @@ class InUnits(nn.Module):
         return self.blocks[0](x)
 
 
-@in_turns(4)
+@in_turns(3, "compiled over a tensor axis")
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # that the compiler itself looks at
 @pytest.mark.parametrize(("remat", "name"), by_turns([False, True], ["heads", "gate", "softmax", "by the size"]))
 def test_compiled_units(name: str, remat: bool) -> None:
@@ -448,6 +440,7 @@ class Chooses(nn.Module):
         return self.down(h.softmax(-1) if mixes else h.tanh())
 
 
+@in_turns(3, "compiled over a tensor axis")
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # that the compiler itself looks at
 def test_another_branch_of_a_compiled_unit() -> None:
     apply, params = fz.functional(nn.Sequential(Chooses()).to(F64)[0])

@@ -118,10 +118,6 @@ def test_what_is_accepted_is_one_process(case: Case) -> None:
         assert same(case, fz.testing.run_ranks(functools.partial(grads_on, case, Maps), 2 * len(case.axes)))
 
 
-def test_what_is_accepted_is_one_process_on_processes() -> None:
-    assert same(CASES[3], fz.testing.run_ranks(functools.partial(grads_on, CASES[3], Maps), 2, backend="processes"))
-
-
 @in_turns(5)
 @case_of
 def test_what_is_refused_is_wrong(case: Case) -> None:

@@ -24,13 +24,6 @@ from fzero.parallel import AxisTypeError
 # ---- models of the zoo
 
 
-def drawn_plan(model: zoo.Model, chosen: list[bool], embedding: str | None, tied: bool) -> dict[str, Any]:
-    plan = {**model.plan(chosen), **({} if tied else {"head": "column_gather"})}
-    if embedding is not None:
-        plan["embedding"] = embedding
-    return plan or {"head": "column_gather"}
-
-
 TRANSFORMS: dict[str, Callable[[fz.Step, Mesh], fz.Step]] = {
     "zero1": lambda step, mesh: fz.shard_zero1(step, mesh=mesh),
     "zero3": lambda step, mesh: fz.shard_zero3(step, mesh=mesh),
@@ -56,41 +49,22 @@ def step_of(fn: Any, plan: Any, mesh: Mesh, names: Sequence[str] = (), after: in
     return step
 
 
-drawn = {
-    "blocks": st.lists(
-        st.tuples(st.sampled_from(sorted(zoo.KINDS)), st.integers(2, 7), st.booleans()), min_size=1, max_size=3
-    ).map(tuple),
-    "tied": st.booleans(),
-    "chosen": st.lists(st.booleans(), min_size=3, max_size=3),
-    "embedding": st.sampled_from(["vocabulary", "column_gather", None]),
-    "size": st.integers(1, 4),
-    "place": st.integers(0, 3),
-    "names": transforms,
-    "after": st.integers(0, 4),
-    "number": st.integers(0, 40),
-    "twice": st.booleans(),
-    "values": st.booleans(),
-}
-
-
 @by_day(20)
-@given(**drawn)
+@given(
+    planned=zoo.planned(),
+    size=st.integers(1, 4),
+    place=st.integers(0, 3),
+    names=transforms,
+    after=st.integers(0, 4),
+    number=st.integers(0, 40),
+    twice=st.booleans(),
+    values=st.booleans(),
+)
 def test_drawn_models(
-    blocks: Any,
-    tied: bool,
-    chosen: list[bool],
-    embedding: str | None,
-    size: int,
-    place: int,
-    names: list[str],
-    after: int,
-    number: int,
-    twice: bool,
-    values: bool,
+    planned: Any, size: int, place: int, names: list[str], after: int, number: int, twice: bool, values: bool
 ) -> None:
     """Right as they are, whatever rank looks and whatever else is asked of the step; with one change they are not."""
-    model = zoo.made(blocks, tied)
-    plan = drawn_plan(model, chosen, embedding, tied)
+    model, plan = planned
     apply, params = fz.functional(model)
     with fz.testing.fake_mesh({"dp": 2, "tp": size}, place % size + size) as mesh:
         step = step_of(zoo.loss_of(apply), plan, mesh, names, min(after, len(names)))

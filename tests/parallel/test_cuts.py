@@ -11,15 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from nightly import by_day
-from torch import nn
-from units import F64
 
-import fzero as fz
 from fzero.comm.axis import Axis
 from fzero.parallel.rules import PARTIAL
 from fzero.parallel.watched import mark_of, note, watching
 from fzero.table.placements import Cut, Mark
-from fzero.testing import RankError, assert_trees_close, run_ranks
 
 Parts = tuple[tuple[int, ...], ...]
 MILD, LINES = [
@@ -113,40 +109,3 @@ def test_what_is_said_of_slices_is_so(seed: int) -> None:
 def test_programs_of_each_kind_are_drawn() -> None:
     kinds = [said(seed)[0] for seed in range(150)]
     assert kinds.count("cut") > 20 and {"refused", "partial"} <= {*kinds}, kinds
-
-
-WHOLE: dict[str, Any] = {
-    "before it": lambda h: h.unflatten(1, (4, -1)).tanh().flatten(1, 2),
-    "before it, by -1": lambda h: h.unflatten(1, (-1, 2)).cumsum(1).flatten(1, 2),
-    "behind it": lambda h: h.permute(2, 0, 1).unflatten(2, (2, -1)).tanh().flatten(2, 3).permute(1, 2, 0),
-    "then over it": lambda h: h.unflatten(1, (4, 1, -1)).softmax(-1).flatten(1, 3),
-}
-
-
-class Between(nn.Module):
-    def __init__(self, of: str) -> None:
-        super().__init__()
-        self.up, self.down, self.of = nn.Linear(8, 12, dtype=F64), nn.Linear(12, 8, dtype=F64), of
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(WHOLE[self.of](self.up(x)))  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize("of", WHOLE)
-def test_what_is_done_to_a_whole_dim_leaves_the_cut_one(of: str) -> None:
-    apply, params = fz.functional(Between(of))
-    x = torch.randn(3, 4, 8, dtype=F64)
-    loss = lambda p, x: apply(p, x).square().mean()
-    want = torch.func.grad(loss)(dict(params), x)
-
-    def rank_main(rank: int) -> Any:
-        step = fz.shard_tensor(fz.train_step(loss, fz.sgd(1.0)), {"up": "column", "down": "row"})
-        out, pullback = step.vjp(step.init(params), x)
-        return fz.gather(pullback(torch.ones_like(out))[0])
-
-    if of == "then over it":
-        with pytest.raises(RankError, match="'softmax' goes over the dim"):
-            run_ranks(rank_main, 2)
-        return
-    for got in run_ranks(rank_main, 2):
-        assert_trees_close(dict(got), want, rtol=1e-10)

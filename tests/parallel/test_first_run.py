@@ -345,25 +345,6 @@ def test_each_rank_drops_by_itself_in_every_run(remat: bool) -> None:
             assert masks[0] == masks[3] and masks[1] == masks[2]
 
 
-def test_a_first_run_that_is_refused_on_all_ranks_loses_nothing() -> None:
-    loss, params = made(lambda h, x, mixes: h.softmax(-1) if mixes else h.tanh())
-
-    def rank_main(rank: int) -> Any:
-        step = stepped(loss)
-        state, x = step.init(params), torch.ones(2, 3, WIDTH, dtype=F64)
-        with pytest.raises(ValueError, match="goes over the dim"):
-            step(state, x, True)
-        return dict(fz.gather(step(state, x, False)[0].params))
-
-    x = torch.ones(2, 3, WIDTH, dtype=F64)
-    found = torch.func.grad(loss)(dict(params), x, False)
-    want = {name: params[name] - 0.1 * g for name, g in found.items()}
-    for own in run_ranks(rank_main, 2):
-        assert_trees_close(own, want, rtol=1e-10, atol=1e-12)
-    with pytest.raises(RankError, match="goes over the dim"):
-        run_ranks(lambda rank: stepped(loss)(stepped(loss).init(params), x, True), 2)
-
-
 def shifted(x: torch.Tensor, group: Any) -> torch.Tensor:
     """Of which ranks send a mean by torch.distributed itself."""
     mean = x.detach().mean((0, 1))

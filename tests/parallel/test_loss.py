@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import orders
 import pytest
 import torch
 from hypothesis import given
@@ -34,24 +35,13 @@ def plain(logits: torch.Tensor, targets: torch.Tensor, **options: Any) -> torch.
 
 def derivatives(fn: Loss, logits: torch.Tensor, targets: torch.Tensor, along: torch.Tensor) -> dict[str, torch.Tensor]:
     """Everything that a loss of logits owes, in directions `along`."""
-    f = torch.func
 
-    def weighed(logits: torch.Tensor, targets: torch.Tensor = targets) -> torch.Tensor:
+    def weighed(logits: torch.Tensor) -> torch.Tensor:
         out = fn(logits, targets)
         return (out * torch.arange(1.0, 1.0 + out.numel(), dtype=out.dtype).view(out.shape)).sum()
 
-    def pulled_twice(logits: torch.Tensor) -> torch.Tensor:
-        return f.vjp(f.grad(weighed), logits)[1](along)[0]  # type: ignore[misc]
-
-    return {
-        "value": fn(logits, targets),
-        "grad": f.grad(weighed)(logits),
-        "jvp": f.jvp(weighed, (logits,), (along,))[1],
-        "jvp of grad": f.jvp(f.grad(weighed), (logits,), (along,))[1],
-        "vjp of grad": pulled_twice(logits),
-        "third": f.jvp(pulled_twice, (logits,), (along,))[1],
-        "autograd": _by_autograd(weighed, logits),
-    }
+    own = {"value": fn(logits, targets), "autograd": _by_autograd(weighed, logits)}
+    return orders.derivatives(weighed, logits, along) | own
 
 
 def _by_autograd(fn: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:

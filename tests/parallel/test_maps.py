@@ -13,6 +13,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from nightly import NIGHTLY, in_turns
+from orders import derivatives
 
 import fzero as fz
 from fzero.base import pytree
@@ -194,26 +195,6 @@ class Case(NamedTuple):
         one = fn(self.in_one, *[own[0] if alike else tuple(own) for own, alike in operands])
         world = range(self.program.world)
         return [{key: own[rank] if isinstance(own, tuple) else own for key, own in one.items()} for rank in world]
-
-
-def derivatives(fn: Callable[[Any], Any], x: Any, along: Any, cotangent: Any) -> dict[str, Any]:
-    """Everything that a function of a tensor, or of a tuple of them, owes."""
-    f = torch.func
-
-    def pulled(x: Any) -> Any:
-        return f.vjp(fn, x)[1](cotangent)[0]  # type: ignore[misc]
-
-    def pulled_twice(x: Any) -> Any:
-        return f.vjp(pulled, x)[1](along)[0]  # type: ignore[misc]
-
-    return {
-        "value": fn(x),
-        "vjp": pulled(x),
-        "jvp": f.jvp(fn, (x,), (along,))[1],
-        "jvp of vjp": f.jvp(pulled, (x,), (along,))[1],
-        "vjp of vjp": pulled_twice(x),
-        "third": f.jvp(pulled_twice, (x,), (along,))[1],
-    }
 
 
 def as_real(x: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ import optree
 import pytest
 import torch
 import torch.nn.functional as F
+from backwards import with_backward
 from hypothesis import given
 from hypothesis import strategies as st
 from nightly import in_turns
@@ -271,24 +272,13 @@ def test_dropout_draws_for_each_piece() -> None:
     )
 
 
-class Twice(torch.autograd.Function):
-    @staticmethod
-    def forward(x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return x * 2
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return cotangent * 2
+twice = with_backward(lambda x: x * 2, lambda cotangent: cotangent * 2)
 
 
 def test_a_function_of_autograd_is_given_whole_tensors_or_refuses() -> None:
     def loss(x: torch.Tensor, whole: bool) -> torch.Tensor:
         own = piece.cut(x, fz.parallel.axis(None, "tp"))
-        out: Any = Twice.apply(own.view_as(own) if whole else own)
+        out: Any = twice(own.view_as(own) if whole else own)
         return (out * x).sum()
 
     def grad(rank: int, whole: bool, functional: bool) -> torch.Tensor:

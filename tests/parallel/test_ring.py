@@ -55,16 +55,10 @@ def test_equals_one_process(case: Case, shortest: int) -> None:
         need_equal(case)
 
 
-@in_turns(2)
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case((3, 5), options=(("is_causal", True),)),
-        Case((3, 4, 4), order="zigzag", options=(("is_causal", True), ("documents", (0, 4, 11)))),
-    ],
-)
-def test_on_processes(case: Case) -> None:
-    need_equal(case, "processes")
+@in_turns(5, "on processes, as on threads")
+def test_in_zigzag_order_on_processes() -> None:
+    """Others are drawn in test_on_processes."""
+    need_equal(Case((3, 4, 4), order="zigzag", options=(("is_causal", True), ("documents", (0, 4, 11)))), "processes")
 
 
 @in_turns(6)

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from nightly import todays
+from orders import derivatives
 from reference import adamw_steps
 
 import fzero as fz
@@ -32,23 +33,6 @@ def mlp(x: torch.Tensor, p: Params, *_: object) -> torch.Tensor:
 def mlp_params(width: int = 3, inner: int = 5) -> Params:
     shapes = {"up": (width, inner), "bias": (inner,), "down": (inner, width)}
     return {name: randn(*shape, seed=seed) for seed, (name, shape) in enumerate(shapes.items())}
-
-
-def derivatives(fn: Any, operands: Any, along: Any) -> dict[str, Any]:
-    """Everything that a scalar function of a pytree owes."""
-    f = torch.func
-
-    def pulled_twice(operands: Any) -> Any:
-        return f.vjp(f.grad(fn), operands)[1](along)[0]  # type: ignore[misc]
-
-    return {
-        "value": fn(operands),
-        "grad": f.grad(fn)(operands),
-        "jvp": f.jvp(fn, (operands,), (along,))[1],
-        "jvp of grad": f.jvp(f.grad(fn), (operands,), (along,))[1],
-        "vjp of grad": pulled_twice(operands),
-        "third": f.jvp(pulled_twice, (operands,), (along,))[1],
-    }
 
 
 @given(

@@ -53,18 +53,6 @@ def test_equals_one_process(case: Case, shortest: int) -> None:
         need_equal(case)
 
 
-@in_turns(2)
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case((3, 5), 6, 2, chunks=2, options=(("is_causal", True),)),
-        Case((2, 0, 3), 2, 1, chunks=1, options=(("documents", (0, 2, 5)),)),
-    ],
-)
-def test_on_processes(case: Case) -> None:
-    need_equal(case, "processes")
-
-
 def on_two_axes(rank: int, order: str, heads: int, kv_heads: int) -> dict[str, float]:
     """A ring over axis 0, whose pieces are cut over axis 1, against one process."""
     mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "sp"))
@@ -197,14 +185,6 @@ def peak(rank: int, chunks: int) -> tuple[int, int]:
 def test_chunks_bound_what_is_between() -> None:
     plain, parts = [run_ranks(functools.partial(peak, chunks=chunks), 2)[0] for chunks in (1, 8)]
     assert all(small <= large / 8 for small, large in zip(parts, plain, strict=True)), (plain, parts)
-
-
-@in_turns(2)
-@pytest.mark.parametrize("custom", [False, True])
-def test_heads_that_nothing_divides(custom: bool) -> None:
-    """More ranks and chunks than heads; KV heads of which a rank needs three heads' and two heads'."""
-    need_equal(Case((2, 1, 1, 2), 2, 1, chunks=5, options=(("is_causal", True),), custom=custom))
-    need_equal(Case((2, 3), 9, 3, chunks=1, custom=custom))
 
 
 def test_mistakes() -> None:

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from backwards import with_backward
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 F64 = torch.float64
@@ -125,22 +126,7 @@ def on_a_thread(s: Any, p: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def in_backward(effect: Callable[[Any, torch.Tensor], torch.Tensor]) -> Any:
-    def body(s: Any, p: Any, x: torch.Tensor) -> torch.Tensor:
-        class Own(torch.autograd.Function):
-            @staticmethod
-            def forward(h: torch.Tensor) -> torch.Tensor:
-                return h.clone()
-
-            @staticmethod
-            def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
-
-            @staticmethod
-            def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-                return effect(s, grad)
-
-        return Own.apply(linear(p, x))  # type: ignore[return-value]
-
-    return body
+    return lambda s, p, x: with_backward(torch.clone, functools.partial(effect, s))(linear(p, x))
 
 
 def by_pointer(x: torch.Tensor) -> None:
@@ -184,6 +170,8 @@ IMPURE: dict[str, dict[str, Any]] = {
         "a leaf's data": lambda s, p, x: then(p, x, p["w"].data.mul_(0.5)),
         "a detached leaf": lambda s, p, x: then(p, x, p["b"].detach().add_(1.0)),
         "a view of a leaf": lambda s, p, x: then(p, x, p["w"].detach()[0].zero_()),
+        "a leaf gets other data": lambda s, p, x: then(p, x, setattr(p["w"], "data", p["w"] * 2)),
+        "requires_grad_ of a leaf": lambda s, p, x: then(p, x, p["w"].requires_grad_(False)),
         "the dict of leaves": lambda s, p, x: then(p, x, p.__setitem__("b", p["b"] * 2)),
     },
     "writes to what it closes over": {

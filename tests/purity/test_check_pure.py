@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-import torch.utils.checkpoint
 from nightly import in_turns
+from torch.utils.checkpoint import checkpoint
+from units import forms
 
 import fzero as fz
 from fzero.testing import run_ranks
 
 F64 = torch.float64
 X = torch.linspace(-1.0, 1.0, 12, dtype=F64).view(3, 4)
-STEPS: dict[str, Callable[[fz.Step], fz.Step]] = {
-    "plain": lambda step: step,
-    "ZeRO-3": fz.shard_zero3,
-    "remat": lambda step: fz.remat(fz.shard_zero3(step)),
-}
+STEPS = forms("plain", "ZeRO-3", "ZeRO-3, remat")
 CONSTANT = torch.full((4,), 1.5, dtype=F64)
 TABLE = {"scale": 2.0, "shift": CONSTANT}
 
@@ -67,6 +63,7 @@ PURE: dict[str, Any] = {
     "a view of an input": lambda q, x: x.view(4, 3).t().reshape(3, 4) @ q["w"],
     "an input itself": lambda q, x: x,
     "what numbers make": lambda q, x: torch.tanh(x @ q["w"]) * torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=F64),
+    "a checkpoint": lambda q, x: checkpoint(lambda y: torch.tanh(y @ q["w"]), x, use_reentrant=False),
     "a branch on a value": lambda q, x: torch.tanh(x @ q["w"]) if x.shape[0] == 3 else x,
 }
 
@@ -78,12 +75,6 @@ def test_what_is_pure_passes(body: Any, how: str) -> None:
     for report in checked(body, how, ranks=2 if how != "plain" else 1):
         assert [own.unit for own in report.units] == ["blocks.0", "blocks.1"]
         assert "pure" in repr(report)
-
-
-def test_a_checkpoint_inside() -> None:
-    body = lambda q, x: torch.utils.checkpoint.checkpoint(lambda y: torch.tanh(y @ q["w"]), x, use_reentrant=False)
-    (report,) = checked(body, "ZeRO-3")
-    assert len(report.units) == 2
 
 
 def test_a_table_that_is_made_once() -> None:

@@ -9,18 +9,14 @@ from typing import Any
 import pytest
 import torch
 from nightly import in_turns
+from units import forms
 
 import fzero as fz
 from fzero.testing import assert_trees_close, assert_trees_equal, run_ranks
 
 F64 = torch.float64
 X = torch.linspace(-1.0, 1.0, 24, dtype=F64).view(6, 4)
-STEPS: dict[str, Callable[[fz.Step], fz.Step]] = {
-    "plain": lambda step: step,
-    "ZeRO-1": fz.shard_zero1,
-    "ZeRO-3": fz.shard_zero3,
-    "remat": lambda step: fz.remat(fz.shard_zero3(step)),
-    "remat alone": fz.remat,
+STEPS = forms("plain", "ZeRO-1", "ZeRO-3", "ZeRO-3, remat", "remat") | {
     "names": lambda step: fz.remat(fz.shard_zero3(step), save=("h",)),
     "offload": lambda step: fz.offload(fz.remat(fz.shard_zero3(step)), params="host"),
     "microbatches": lambda step: fz.accumulate(fz.shard_zero3(step), 2),
@@ -85,7 +81,7 @@ def test_as_plain_torch(how: str) -> None:
             torch.testing.assert_close(torch.stack(own["aux"]), torch.stack(values), rtol=1e-10, atol=0)
 
 
-@pytest.mark.parametrize("how", ["plain", "ZeRO-3", "remat"])
+@pytest.mark.parametrize("how", ["plain", "ZeRO-3", "ZeRO-3, remat"])
 def test_under_a_derivative_of_a_derivative(how: str) -> None:
     def rank_main(rank: int) -> Any:
         step = STEPS[how](fz.train_step(loss, fz.sgd(0.1)))

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as torchs
+from backwards import with_backward
 from hypothesis import given
 from hypothesis import strategies as st
 from nightly import todays
@@ -105,28 +106,15 @@ def _exchanged_at_once(out: Tensor, h: Tensor) -> None:
         work.wait()
 
 
-class Detached(torch.autograd.Function):
-    """Whose forward hides what its derivative knows."""
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
+def recorded(x: Tensor) -> Tensor:
+    """Sets grad mode, and puts back what autograd has set for it."""
+    with torch.enable_grad():
         return x.detach() * 2
 
-    @staticmethod
-    def setup_context(ctx: object, inputs: object, output: object) -> None: ...
 
-    @staticmethod
-    def backward(ctx: object, grad: Tensor) -> Tensor:  # type: ignore[override]
-        return grad * 2
-
-
-class Recording(Detached):
-    """Whose forward sets grad mode, and puts back what autograd has set for it."""
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        with torch.enable_grad():
-            return Detached.forward(x)
+# whose forward hides what its derivative knows
+hidden: Kind = with_backward(lambda x: x.detach() * 2, lambda grad: grad * 2)
+recording: Kind = with_backward(recorded, lambda grad: grad * 2)
 
 
 def of_one_rank(h: Tensor) -> Tensor:
@@ -192,7 +180,7 @@ REFUSED: dict[str, tuple[Kind, str, str]] = {
         lambda h: h * torch.func.grad(lambda x: all_reduce(x * 2).square().sum())(h.detach()), "all_reduce", "sum"
     ),
     "checkpointed": (checkpointed, "all_reduce", "sum"),
-    "after a function": (lambda h: all_gather(Recording.apply(h)), "all_gather", "gather"),  # type: ignore[arg-type]
+    "after a function": (lambda h: all_gather(recording(h)), "all_gather", "gather"),
     "of one rank": (of_one_rank, "all_reduce", "sum"),
     "caught": (caught, "all_reduce", "sum"),
 }
@@ -227,22 +215,8 @@ def functional_constant(h: Tensor) -> Tensor:
     return h * functional.wait_tensor(functional.all_reduce(h.detach(), "sum", _world()))
 
 
-class Summed(torch.autograd.Function):
-    """A map of the user's own, with its derivative."""
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return all_reduce(x.clone())
-
-    @staticmethod
-    def setup_context(ctx: object, inputs: object, output: object) -> None: ...
-
-    @staticmethod
-    def backward(ctx: object, grad: Tensor) -> Tensor:  # type: ignore[override]
-        return all_reduce(grad.clone())
-
-
-summed: Kind = Summed.apply  # type: ignore[assignment]
+# a map of the user's own, with its derivative
+summed: Kind = with_backward(lambda x: all_reduce(x.clone()), lambda grad: all_reduce(grad.clone()))
 ALLOWED: dict[str, Kind] = {
     "own slice": own_slice,
     "number": number,
@@ -258,7 +232,7 @@ ALLOWED: dict[str, Kind] = {
 # ---- one run of each on two processes
 
 # in a unit, ZeRO stage, recomputed
-PLACES = todays([(False, 0, False), (False, 2, False), (True, 0, True), (True, 1, False), (True, 3, True)], of=3)
+PLACES = todays([(False, 0, False), (False, 2, False), (True, 0, True), (True, 1, False), (True, 3, True)], of=5)
 
 
 def _params() -> dict[str, dict[str, Tensor]]:
@@ -375,7 +349,7 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "constant": _constant,
     "written": _written,
     "half": _half,
-    "hidden": lambda a, _: Detached.apply(a),
+    "hidden": lambda a, _: hidden(a),
     "mapped": lambda a, b: torch.vmap(lambda row, other: row + other)(a, b),
     "gradient": lambda a, b: torch.func.grad(lambda y: (y**3 * b).sum())(a),
     "data": lambda a, b: a.data + b,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +16,14 @@ import pytest
 import torch
 from nightly import by_turns, in_turns
 from purity.impure import F64, GLOBAL, IMPURE, NOT_SEEN, Holder, linear, store
+from units import forms
 
 import fzero as fz
 from fzero.purity import trial
 from fzero.testing import assert_trees_equal, run_ranks
 
 X = torch.linspace(-1.0, 1.0, 12, dtype=F64).view(3, 4)
-FORMS: dict[str, Callable[[fz.Step], fz.Step]] = {
-    "plain": lambda step: step,
-    "ZeRO-3": fz.shard_zero3,
-    "remat": lambda step: fz.remat(fz.shard_zero3(step)),
-    "fused": lambda step: fz.fuse_update(fz.shard_zero1(step)),
-    "checked": fz.shard_zero3,
-}
+FORMS = forms("plain", "ZeRO-3", "ZeRO-3, remat", "fused") | {"checked": fz.shard_zero3}
 CLASS_OF = {(kind, name): body for kind, bodies in IMPURE.items() for name, body in bodies.items()}
 OTHER = r"calls .* in one (run|of two runs)|returns other values in a second run"
 SAYS = {

@@ -14,16 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nightly import in_turns
 from torch.overrides import TorchFunctionMode
-from units import F64, X, params_of
+from units import F64, X, forms, params_of
 
 import fzero as fz
 from fzero.testing import assert_trees_close, run_ranks
 
-FORMS: dict[str, Callable[[fz.Step], fz.Step]] = {
-    "plain": lambda step: step,
-    "ZeRO-3": fz.shard_zero3,
-    "remat": fz.remat,
-    "remat of ZeRO-3": lambda step: fz.remat(fz.shard_zero3(step)),
+FORMS = forms("plain", "ZeRO-3", "remat", "ZeRO-3, remat") | {
     "offload": lambda step: fz.offload(fz.shard_zero3(step), activations="host"),
 }
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from nightly import todays
 
+BACKENDS = todays(["threads", "processes"], of=2)
 TESTS = """
 import pytest
 import torch
@@ -29,7 +31,7 @@ def runs(rank):
     kept.clear()
 
 
-@pytest.mark.parametrize("backend", ["threads", "processes"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_ranks(backend):
     fz.testing.run_ranks(runs, 1, backend=backend)
 
@@ -40,9 +42,9 @@ def test_alone():
 
 
 def test_what_begins_later_is_refused(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile(test_made_in_strict=TESTS)
+    pytester.makepyfile(test_made_in_strict=TESTS.replace("BACKENDS", repr(BACKENDS)))
     always = ("-p", "fzero.testing.plugin", "-p", "no:cacheprovider")
-    pytester.runpytest_inprocess(*always, "-k", "test_alone").assert_outcomes(passed=1, deselected=2)
+    pytester.runpytest_inprocess(*always, "-k", "test_alone").assert_outcomes(passed=1, deselected=len(BACKENDS))
     found = pytester.runpytest_inprocess(*always, "--strict-pure")
-    found.assert_outcomes(failed=3)
-    found.stdout.fnmatch_lines(["*ValueError: Unit * keeps a tensor*test_made_in_strict.py*"] * 3)
+    found.assert_outcomes(failed=1 + len(BACKENDS))
+    found.stdout.fnmatch_lines(["*ValueError: Unit * keeps a tensor*test_made_in_strict.py*"] * (1 + len(BACKENDS)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 import fzero as fz
@@ -25,13 +24,3 @@ def test_what_is_not_said_is_the_leafs_own() -> None:
 def test_the_first_pattern_that_matches_decides() -> None:
     found = rows(fz.Policy.by_path({"norm": fz.Policy(), "*": fz.Policy(moment=torch.float32)}))
     assert found["norm"].compute == torch.float32 and found["up"].moment == torch.float32
-
-
-def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises((ValueError, TypeError), match="Policy"):
-        fz.Policy(rounding="up")
-    with pytest.raises((ValueError, TypeError), match="Policy"):
-        fz.Policy(param=torch.int8)
-    for given in ({None: fz.Policy()}, {"w": 3}):
-        with pytest.raises(TypeError, match="a dict of patterns to policies"):
-            fz.Policy.by_path(given)  # type: ignore[arg-type]

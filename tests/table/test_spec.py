@@ -10,9 +10,9 @@ import scenarios
 import torch
 import torch.utils._pytree as torch_pytree
 from nightly import in_turns
-from programs import pure
 
 import fzero as fz
+from fzero.base import pytree
 from fzero.testing import assert_trees_close, assert_trees_equal, run_ranks
 
 SHARDS: dict[int, Any] = {0: lambda step: step, 1: fz.shard_zero1, 2: fz.shard_zero2, 3: fz.shard_zero3}
@@ -70,7 +70,7 @@ def test_numbers_are_no_leaves_and_trees_are() -> None:
     assert all(isinstance(leaf, torch.Tensor) for leaf in leaves)
     assert len(leaves) == 4 * len(state.layout.groups)
     again: Any = optree.tree_unflatten(spec, [leaf + 1 for leaf in leaves])
-    assert again.extra["total"]["count"] == 0
+    assert again.extra["total"]["count"] == 0 and repr(pytree.Count(2)) == "Count(2)"
     assert_trees_equal(fz.gather(again.extra["total"]["sum"]), optree.tree_map(lambda p: p + 1, params))
     mean: Any = torch_pytree.tree_map(lambda a, b: (a + b) / 2, state, again)
     assert_trees_close(fz.gather(mean.extra["total"]["sum"]), optree.tree_map(lambda p: p + 0.5, params))
@@ -198,37 +198,6 @@ def test_a_donated_state_whose_extra_fails_is_dead_and_says_why() -> None:
         step(state, torch.ones(2))
     with pytest.raises(RuntimeError, match=r"had begun with .*'w'.* and then failed in the update of state\.extra"):
         _ = state.params
-
-
-def test_components_with_entries_of_their_own() -> None:
-    """Two steps that train as one, each with two entries, whose names are the same: as one step with its own."""
-    loss, text = scenarios.stack(1)
-    _, vision = scenarios.stack(2, blocks=2)
-
-    def with_entries(step: fz.Step) -> fz.Step:
-        return total(fz.loss_scale(step, 4.0))
-
-    def rank_main(rank: int) -> None:
-        x, y = scenarios.vector_batches(2)[rank]
-        whole = with_entries(fz.train_step(lambda p, x, y: loss(p["text"], pure(p["vision"], x), y), fz.adamw(1e-2)))
-        whole, state = fz.shard_zero1(whole), None
-        first = fz.shard_zero3(with_entries(fz.train_step(pure, fz.adamw(1e-2))))
-        second = fz.shard_zero2(with_entries(fz.train_step(loss, fz.adamw(1e-2))))
-        state = whole.init({"text": text, "vision": vision})
-        states = first.init(vision), second.init(text)
-        for _ in range(3):
-            state, _ = whole(state, x, y)
-            features, back = first.vjp(states[0], x)
-            out, pull = second.vjp(states[1], features, y, argnums=0)
-            grads, (cotangent, _) = pull(torch.ones_like(out))
-            own, _ = back(cotangent)
-            states = first.update(states[0], own)[0], second.update(states[1], grads)[0]
-        for one, name in zip(states, ("vision", "text"), strict=True):
-            for tree, of in ((one.params, state.params), (one.extra["total"]["sum"], state.extra["total"]["sum"])):
-                assert_trees_close(fz.gather(tree), fz.gather(of)[name], rtol=1e-10)
-            assert one.extra["total"]["count"] == 3 and one.extra["loss_scale"] == state.extra["loss_scale"]
-
-    run_ranks(rank_main, 2)
 
 
 STEP = fz.train_step(lambda p: p["w"].sum(), fz.sgd(0.1))
