@@ -14,8 +14,7 @@ from fzero.base.refusals import is_ours, place_of
 from fzero.comm.backend import COLLECTIVES
 from fzero.comm.divergence import silent
 from fzero.graph import of_torch
-from fzero.graph.nodes import draws
-from fzero.graph.trace import OWN_GENERATOR
+from fzero.graph.trace import OWN_GENERATOR, draws
 
 one_at_a_time = threading.RLock()  # torch's tracer is one for all threads; no rank waits for another in a trace
 COMMUNICATES = (
