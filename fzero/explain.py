@@ -112,7 +112,7 @@ def _explained(
     trees = {"params": state.params, "grads": grads, "updates": changed}
     norms = {name: _numbers(norms_by_leaf(tree)) for name, tree in trees.items()}
     norms |= {name: _numbers(own) for name, own in moment_norms(state.moments).items()}
-    every, overflows = _from_all_ranks(axis, replay.faults(norms["grads"]), replay.overflows())
+    every, overflows = _from_all_ranks(axis, replay.faults(norms["grads"]), [*replay.values.large.values()])
     came = [*_in_state(state, norms), *_in_extras(step, state)]
     faults = [*came, *sorted(every, key=_order)] or _in_grads(state, norms) or _in_update(new)
     if faults and faults[0].phase == BACKWARD and scale_of(step, state) != 1.0:
@@ -139,6 +139,7 @@ class _Replay:
         step: as it runs here.
         grads: scaled, reduced means over ranks.
         loss: the metric.
+        values: the look.
     """
 
     def __init__(
@@ -146,16 +147,16 @@ class _Replay:
     ) -> None:
         rules = tuple([rule for rule in step.rules if rule.column != "compile"])
         self.step = dataclasses.replace(step, rules=rules, donates=False, fusion=None, metrics=())
-        self._state, self._values = state, Values(state, limit)
+        self._state, self.values = state, Values(state, limit)
         self._masked, self._sizes = set[int](), step.microbatches.examples(inputs)
-        own = dataclasses.replace(self.step, fn=Observed(self.step, self._values))
+        own = dataclasses.replace(self.step, fn=Observed(self.step, self.values))
         batch, total = Batch(own, state, inputs, cotangent, rng), None
         runs, micro = iter(batch), step.microbatches
-        with self._values, during(proves, False):  # which look at the values of one run
+        with self.values, during(proves, False):  # which look at the values of one run
             for number in range(micro.count):
-                self._values.begin(number, self._sizes[number] if self._sizes else None, cotangent)
+                self.values.begin(number, self._sizes[number] if self._sizes else None, cotangent)
                 run, ct = next(runs)
-                self._values.phase = BACKWARD
+                self.values.phase = BACKWARD
                 pulled, _ = run.pull(ct, into=total)
                 self._masked |= {number} if run.mask.masked else set()
                 del run
@@ -177,29 +178,24 @@ class _Replay:
         for number in range(self.step.microbatches.count):
             if number in self._masked:
                 continue  # what it computes is not added to anything
-            pulled = [(path, taint) for at, path, taint in self._values.pulled if at == number and path in wrong]
-            forward = fault_of(self._values.left.get(number, Taint()))
+            pulled = [(path, taint) for at, path, taint in self.values.pulled if at == number and path in wrong]
+            forward = fault_of(self.values.left.get(number, Taint()))
             if forward is not None:
-                found.append(self._fault(*forward))
+                found.append(self._fault(forward))
             elif pulled:
-                births = [(pair, path) for path, taint in pulled if (pair := fault_of(taint)) is not None]
-                pair, path = min(births, key=lambda each: each[0][0].fault.at)
-                found.append(self._fault(*pair, path))
+                births = [(birth, path) for path, taint in pulled if (birth := fault_of(taint)) is not None]
+                found.append(self._fault(*min(births, key=lambda each: each[0].fault.at)))
         return found
 
-    def _fault(self, birth: Birth, end: Birth, leaf: str | None = None) -> Fault:
-        made, became = birth.fault, end.fault
+    def _fault(self, birth: Birth, leaf: str | None = None) -> Fault:
+        made = birth.fault
         first = sum(self._sizes[: made.microbatch]) if self._sizes else 0
         return dataclasses.replace(
             made,
             unit=birth.within.unit,
             leaf=made.leaf or leaf,
             examples=tuple([first + number for number in made.examples]),
-            end="" if end is birth else f"from which {became.op} made NaN{became.place and f' at {became.place}'}",
         )
-
-    def overflows(self) -> list[Overflow]:
-        return [*self._values.large.values()]
 
 
 def _in_state(state: TrainState, norms: Mapping[str, Mapping[str, float]]) -> list[Fault]:

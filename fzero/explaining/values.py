@@ -222,7 +222,8 @@ class Values(dispatch.TorchDispatchMode):
         has_nan, has_inf = kinds_of(x)
         new = Taint(came.nan if has_nan else frozenset(), came.inf if has_inf else frozenset())
         if has_nan and not came.nan:
-            new.nan = frozenset({self._birth(NAN, x, op, before, not before, came.inf)})
+            begun = frozenset({each for each in came.inf if not each.given})
+            new.nan = begun or frozenset({self._birth(NAN, x, op, before, not before)})
         if has_inf and not came.inf and not came.nan:
             named = any(isinstance(each, float) and not math.isfinite(each) for each in pytree.flatten(arguments)[0])
             new.inf = frozenset({self._birth(INF, x, op, before, not before or named)})
@@ -262,15 +263,7 @@ class Values(dispatch.TorchDispatchMode):
             found.append(frozenset({birth}))
         return Taint(*found)
 
-    def _birth(
-        self,
-        kind: str,
-        x: torch.Tensor,
-        op: _Op,
-        before: Sequence[Operand],
-        given: bool,
-        of: frozenset[Birth] = frozenset(),
-    ) -> Birth:
+    def _birth(self, kind: str, x: torch.Tensor, op: _Op, before: Sequence[Operand], given: bool) -> Birth:
         pulled = None if in_function.get() else self._pulled_op()
         leaves = [(max(abs(each.low), abs(each.high)), self._leaf(each.tensor)) for each in before]
         leaf = max([(size, path) for size, path in leaves if path is not None and size == size], default=(0, None))[1]
@@ -289,7 +282,7 @@ class Values(dispatch.TorchDispatchMode):
             operands=tuple([births.described(*each, kinds_of(each.tensor)) for each in before]),
             at=self._at,
         )
-        return Birth(fault, op.within, given or op.engine, of)
+        return Birth(fault, op.within, given or op.engine)
 
     def _leaf(self, x: torch.Tensor) -> str | None:
         """The path of the leaf that a tensor lies in."""
