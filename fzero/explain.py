@@ -198,7 +198,6 @@ class _Replay:
         first = sum(self._sizes[: made.microbatch]) if self._sizes else 0
         return dataclasses.replace(
             made,
-            unit=birth.within.unit,
             leaf=made.leaf or leaf,
             examples=tuple([first + number for number in made.examples]),
         )

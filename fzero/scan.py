@@ -149,9 +149,11 @@ def _part(run: Run, step: Step, state: TrainState, batches: Sequence[Batch]) -> 
 
 def _each(step: Step, state: TrainState, batches: Sequence[Batch]) -> tuple[TrainState, Metrics]:
     """`_run`, in which what is differentiated keeps the state before each step, and not what the step computes."""
+    if private.level() != 1 or private.forward_mode():  # nothing does, or a second one, for which each would run again
+        return _run(step, state, batches)
     found: list[Metrics] = []
     for batch in batches:
-        state, metrics = _part(_run, step, state, [batch]) if is_transformed() else _run(step, state, [batch])
+        state, metrics = _part(_run, step, state, [batch])
         found.append(metrics)
     return state, _joined(found, torch.cat)
 

@@ -19,24 +19,16 @@ Operator = Callable[..., object]
 
 
 @dataclass(eq=False, slots=True)
-class Within:
-    """One call of a unit, whose name may become known during the call."""
-
-    unit: str | None
-
-
-@dataclass(eq=False, slots=True)
 class Birth:
     """An operation that made what is not finite of what was, or a value that came so.
 
     Attributes:
-        fault: what is said of it. Its examples are numbers in its microbatch, and `within` knows its unit.
+        fault: what is said of it. Its examples are numbers in its microbatch.
         given: somebody wanted it so: an infinite number that the code names, a mask of minus infinity. Or the engine
             has made it, as of memory that nobody has written to yet.
     """
 
     fault: Fault
-    within: Within
     given: bool = False
 
 
