@@ -16,7 +16,7 @@ from fzero.checkpoint.everyone import Everyone
 from fzero.comm.axis import Axis
 from fzero.comm.divergence import failing
 from fzero.engine.batch import Batch, as_grads, grads_of, reduce_whole, scale_of, sum_of
-from fzero.explaining.births import Birth, Taint, fault_of, is_plain
+from fzero.explaining.births import Taint, fault_of, is_plain
 from fzero.explaining.report import BACKWARD, FORWARD, STATE, UPDATE, Explanation, Fault, Overflow
 from fzero.explaining.values import Observed, Values
 from fzero.state.beyond import here
@@ -190,11 +190,10 @@ class _Replay:
                 found.append(self._fault(forward))
             elif pulled:
                 births = [(birth, path) for path, taint in pulled if (birth := fault_of(taint)) is not None]
-                found.append(self._fault(*min(births, key=lambda each: each[0].fault.at)))
+                found.append(self._fault(*min(births, key=lambda each: each[0].at)))
         return found
 
-    def _fault(self, birth: Birth, leaf: str | None = None) -> Fault:
-        made = birth.fault
+    def _fault(self, made: Fault, leaf: str | None = None) -> Fault:
         first = sum(self._sizes[: made.microbatch]) if self._sizes else 0
         return dataclasses.replace(
             made,

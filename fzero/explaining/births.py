@@ -18,38 +18,24 @@ NAN, INF = "nan", "inf"
 Operator = Callable[..., object]
 
 
-@dataclass(eq=False, slots=True)
-class Birth:
-    """An operation that made what is not finite of what was, or a value that came so.
-
-    Attributes:
-        fault: what is said of it. Its examples are numbers in its microbatch.
-        given: somebody wanted it so: an infinite number that the code names, a mask of minus infinity. Or the engine
-            has made it, as of memory that nobody has written to yet.
-    """
-
-    fault: Fault
-    given: bool = False
-
-
 @dataclass(slots=True)
 class Taint:
-    """The births that NaN and infinities in some memory come of."""
+    """The births that NaN and infinities in some memory come of, each with examples by their number in a microbatch."""
 
-    nan: frozenset[Birth] = frozenset()
-    inf: frozenset[Birth] = frozenset()
+    nan: frozenset[Fault] = frozenset()
+    inf: frozenset[Fault] = frozenset()
 
     def joined(self, other: Taint) -> Taint:
         return Taint(self.nan | other.nan, self.inf | other.inf)
 
 
-def fault_of(taint: Taint) -> Birth | None:
+def fault_of(taint: Taint) -> Fault | None:
     """The first birth of what is not finite in a result; None where nothing is.
 
     An infinity that somebody wanted is no fault, but the NaN that is made of it.
     """
     births = taint.nan or taint.inf
-    return min([each for each in births if not each.given] or births, key=lambda each: each.fault.at, default=None)
+    return min([each for each in births if not each.given] or births, key=lambda each: each.at, default=None)
 
 
 def kinds_of(x: torch.Tensor) -> tuple[bool, bool]:

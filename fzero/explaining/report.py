@@ -31,6 +31,8 @@ class Fault:
         count, shape, dtype: how many values of what was made are not finite, and of what.
         operands: what the operator took, in words.
         by_scale: whether it is the loss scale's: without it the gradients are finite.
+        given: whether somebody wanted it so, an infinite number that the code names or a mask of minus infinity, or the
+            engine has made it, as of memory that nobody has written to yet: no fault but where there is no other.
         at: its number among the operations of its rank.
     """
 
@@ -50,6 +52,7 @@ class Fault:
     dtype: str = ""
     operands: tuple[str, ...] = ()
     by_scale: bool = False
+    given: bool = False
     at: int = 0
 
     def __str__(self) -> str:

@@ -28,7 +28,7 @@ from fzero.engine.outcome import split_result
 from fzero.engine.traversal import current, here
 from fzero.engine.traversal import known as known_leaves
 from fzero.explaining import births
-from fzero.explaining.births import INF, NAN, Birth, Operand, Operator, Taint, is_plain, kinds_of, measured
+from fzero.explaining.births import INF, NAN, Operand, Operator, Taint, is_plain, kinds_of, measured
 from fzero.explaining.report import BACKWARD, FORWARD, Fault, Overflow, short
 from fzero.state.train_state import TrainState
 from fzero.table.handle import Handle, storage_of
@@ -70,7 +70,7 @@ class Values(dispatch.TorchDispatchMode):
         self._taints: dict[int, Taint] = {}
         self._leaves: dict[int, tuple[Group, int]] = {}  # storage -> its group, and where the group's buffer begins
         self._inputs: dict[int, list[tuple[int, str]]] = {}  # storage -> where tensors begin in it, and their names
-        self._sources: dict[tuple[int, int, str], Birth] = {}
+        self._sources: dict[tuple[int, int, str], Fault] = {}
         self._call: tuple[FrameType, str | None] | None = None  # of a unit that is a plain call
         self._present: object = None
         self.large: dict[tuple[str, str], Overflow] = {}
@@ -256,16 +256,15 @@ class Values(dispatch.TorchDispatchMode):
             if birth is None:
                 op = _Op("", self._layout.key_of[leaf][0].unit if leaf else None, None)
                 birth = self._birth(kind, x, op, (), kind == INF and not has_nan and not bool((x == math.inf).any()))
-                birth.fault = dataclasses.replace(birth.fault, leaf=leaf, source=source)
-                self._sources[known] = birth
+                birth = self._sources[known] = dataclasses.replace(birth, leaf=leaf, source=source)
             found.append(frozenset({birth}))
         return Taint(*found)
 
-    def _birth(self, kind: str, x: torch.Tensor, op: _Op, before: Sequence[Operand], given: bool) -> Birth:
+    def _birth(self, kind: str, x: torch.Tensor, op: _Op, before: Sequence[Operand], given: bool) -> Fault:
         pulled = None if in_function.get() else self._pulled_op()
         leaves = [(max(abs(each.low), abs(each.high)), self._leaf(each.tensor)) for each in before]
         leaf = max([(size, path) for size, path in leaves if path is not None and size == size], default=(0, None))[1]
-        fault = Fault(
+        return Fault(
             phase=self.phase,
             kind=kind,
             unit=op.unit,
@@ -279,9 +278,9 @@ class Values(dispatch.TorchDispatchMode):
             shape=tuple(x.shape),
             dtype=short(x.dtype),
             operands=tuple([births.described(*each, kinds_of(each.tensor)) for each in before]),
+            given=given or op.engine,
             at=self._at,
         )
-        return Birth(fault, given or op.engine)
 
     def _leaf(self, x: torch.Tensor) -> str | None:
         """The path of the leaf that a tensor lies in."""
