@@ -16,7 +16,7 @@ from fzero.checkpoint.fill import Everyone
 from fzero.comm.axis import Axis
 from fzero.comm.divergence import failing
 from fzero.engine.batch import Batch, as_grads, grads_of, reduce_whole, scale_of, sum_of
-from fzero.explaining.births import Birth, Taint, fault_of, is_plain
+from fzero.explaining.births import Taint, fault_of, is_plain
 from fzero.explaining.report import BACKWARD, FORWARD, STATE, UPDATE, Explanation, Fault, Overflow
 from fzero.explaining.values import Observed, Values
 from fzero.state.beyond import here
@@ -112,9 +112,15 @@ def _explained(
     trees = {"params": state.params, "grads": grads, "updates": changed}
     norms = {name: _numbers(norms_by_leaf(tree)) for name, tree in trees.items()}
     norms |= {name: _numbers(own) for name, own in moment_norms(state.moments).items()}
-    every, overflows = _from_all_ranks(axis, replay.faults(norms["grads"]), replay.overflows())
-    came = [*_in_state(state, norms), *_in_extras(step, state)]
-    faults = [*came, *sorted(every, key=_order)] or _in_grads(state, norms) or _in_update(new)
+    every, overflows = _from_all_ranks(axis, replay.faults(norms["grads"]), [*replay.values.large.values()])
+    begun = {} if state.grads is None else {"grads": _numbers(norms_by_leaf(state.grads))}
+    begun |= {name: own for name, own in norms.items() if name not in ("grads", "updates")}
+    faults = [*_in_trees(STATE, state, begun), *_in_extras(step, state), *sorted(every, key=_order)]
+    # gradients that are not finite although each rank's part is: as they are summed, or rounded
+    faults = faults or _in_trees(BACKWARD, state, {"the sum of the gradients": norms["grads"]})
+    if not faults:
+        ended = moment_norms(new.moments) | {"params": norms_by_leaf(new.params.only(trained))}
+        faults = _in_trees(UPDATE, new, {name: _numbers(own) for name, own in ended.items()})
     if faults and faults[0].phase == BACKWARD and scale_of(step, state) != 1.0:
         unscaled = dataclasses.replace(step, extras=tuple(each for each in step.extras if not each.scale))
         again = _Replay(unscaled, state, inputs, cotangent, rng, limit).grads
@@ -139,6 +145,7 @@ class _Replay:
         step: as it runs here.
         grads: scaled, reduced means over ranks.
         loss: the metric.
+        values: the look.
     """
 
     def __init__(
@@ -146,16 +153,16 @@ class _Replay:
     ) -> None:
         rules = tuple([rule for rule in step.rules if rule.column != "compile"])
         self.step = dataclasses.replace(step, rules=rules, donates=False, fusion=None, metrics=())
-        self._state, self._values = state, Values(state, limit)
+        self._state, self.values = state, Values(state, limit)
         self._masked, self._sizes = set[int](), step.microbatches.examples(inputs)
-        own = dataclasses.replace(self.step, fn=Observed(self.step, self._values))
+        own = dataclasses.replace(self.step, fn=Observed(self.step, self.values))
         batch, total = Batch(own, state, inputs, cotangent, rng), None
         runs, micro = iter(batch), step.microbatches
-        with self._values, during(proves, False):  # which look at the values of one run
+        with self.values, during(proves, False):  # which look at the values of one run
             for number in range(micro.count):
-                self._values.begin(number, self._sizes[number] if self._sizes else None, cotangent)
+                self.values.begin(number, self._sizes[number] if self._sizes else None, cotangent)
                 run, ct = next(runs)
-                self._values.phase = BACKWARD
+                self.values.phase = BACKWARD
                 pulled, _ = run.pull(ct, into=total)
                 self._masked |= {number} if run.mask.masked else set()
                 del run
@@ -177,43 +184,39 @@ class _Replay:
         for number in range(self.step.microbatches.count):
             if number in self._masked:
                 continue  # what it computes is not added to anything
-            pulled = [(path, taint) for at, path, taint in self._values.pulled if at == number and path in wrong]
-            forward = fault_of(self._values.left.get(number, Taint()))
+            pulled = [(path, taint) for at, path, taint in self.values.pulled if at == number and path in wrong]
+            forward = fault_of(self.values.left.get(number, Taint()))
             if forward is not None:
-                found.append(self._fault(*forward))
+                found.append(self._fault(forward))
             elif pulled:
-                births = [(pair, path) for path, taint in pulled if (pair := fault_of(taint)) is not None]
-                pair, path = min(births, key=lambda each: each[0][0].fault.at)
-                found.append(self._fault(*pair, path))
+                births = [(birth, path) for path, taint in pulled if (birth := fault_of(taint)) is not None]
+                found.append(self._fault(*min(births, key=lambda each: each[0].at)))
         return found
 
-    def _fault(self, birth: Birth, end: Birth, leaf: str | None = None) -> Fault:
-        made, became = birth.fault, end.fault
+    def _fault(self, made: Fault, leaf: str | None = None) -> Fault:
         first = sum(self._sizes[: made.microbatch]) if self._sizes else 0
         return dataclasses.replace(
             made,
-            unit=birth.within.unit,
             leaf=made.leaf or leaf,
             examples=tuple([first + number for number in made.examples]),
-            end="" if end is birth else f"from which {became.op} made NaN{became.place and f' at {became.place}'}",
         )
 
-    def overflows(self) -> list[Overflow]:
-        return [*self._values.large.values()]
 
-
-def _in_state(state: TrainState, norms: Mapping[str, Mapping[str, float]]) -> list[Fault]:
-    """The leaves with which the state came whose values are not finite."""
-    kept = [] if state.grads is None else [("grads", _numbers(norms_by_leaf(state.grads)))]
-    every = [*kept, *[(name, own) for name, own in norms.items() if name not in ("grads", "updates")]]
-    return [fault for name, own in every for fault in _of_tree(state, name, own)]
-
-
-def _of_tree(state: TrainState, name: str, norms: Mapping[str, float]) -> list[Fault]:
-    """The leaves of a tree of the state, by their norms; a frozen one may hold a mask's infinities."""
-    frozen = {row.path for row in state.layout.rows if row.frozen}
-    wrong = [(path, x) for path, x in norms.items() if x != x or (x == math.inf and path not in frozen)]
-    return [_of_leaf(STATE, state, name, path, x) for path, x in wrong]
+def _in_trees(phase: str, state: TrainState, trees: Mapping[str, Mapping[str, float]]) -> list[Fault]:
+    """The leaves whose values are not finite, by their norms; one that came frozen may hold a mask's infinities."""
+    masks = {row.path for row in state.layout.rows if row.frozen} if phase == STATE else ()
+    return [
+        Fault(
+            phase=phase,
+            kind="inf" if norm == math.inf else "nan",
+            unit=state.layout.key_of[path][0].unit,
+            leaf=path,
+            source=f"{name} of leaf {path!r}",
+        )
+        for name, norms in trees.items()
+        for path, norm in norms.items()
+        if norm != norm or (norm == math.inf and path not in masks)
+    ]
 
 
 def _in_extras(step: Spec, state: TrainState) -> list[Fault]:
@@ -224,28 +227,10 @@ def _in_extras(step: Spec, state: TrainState) -> list[Fault]:
         for name, x in zip(*pytree.named_leaves(own, is_leaf=is_sharded)[:2], strict=True):
             said = f"state.extra[{extra.name!r}]" + (f" ({name})" if name else "")
             if is_sharded(x):
-                found += _of_tree(state, said, _numbers(norms_by_leaf(x)))
+                found += _in_trees(STATE, state, {said: _numbers(norms_by_leaf(x))})
             elif x != x if isinstance(x, float) else isinstance(x, torch.Tensor) and is_plain(x) and x.isnan().any():
                 found.append(Fault(phase=STATE, kind="nan", source=said))
     return found
-
-
-def _in_grads(state: TrainState, norms: Mapping[str, Mapping[str, float]]) -> list[Fault]:
-    """The leaves whose gradients are not finite although each rank's part is: as they are summed, or rounded."""
-    wrong = [(path, norm) for path, norm in norms["grads"].items() if not math.isfinite(norm)]
-    return [_of_leaf(BACKWARD, state, "the sum of the gradients", path, norm) for path, norm in wrong]
-
-
-def _in_update(new: TrainState) -> list[Fault]:
-    """The leaves of a state after an update whose values are not finite."""
-    every = moment_norms(new.moments) | {"params": norms_by_leaf(new.params.only(new.layout.trainable))}
-    norms = [(name, path, norm) for name, own in every.items() for path, norm in _numbers(own).items()]
-    return [_of_leaf(UPDATE, new, name, path, norm) for name, path, norm in norms if not math.isfinite(norm)]
-
-
-def _of_leaf(phase: str, state: TrainState, name: str, path: str, norm: float) -> Fault:
-    kind, unit = "inf" if norm == math.inf else "nan", state.layout.key_of[path][0].unit
-    return Fault(phase=phase, kind=kind, unit=unit, leaf=path, source=f"{name} of leaf {path!r}")
 
 
 def _order(fault: Fault) -> tuple[int, int, int, int]:

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, overload
 
 from fzero.base.arguments import need_bool, wrong
-from fzero.graph.function import Function
-from fzero.graph.jit import Jit
+from fzero.graph.jit import Function, Jit
 from fzero.kernels.build import compiler
 from fzero.step import Step
 

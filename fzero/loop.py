@@ -11,11 +11,10 @@ from typing import Generic, TypeVar
 from fzero.base.arguments import need_int, need_path, wrong
 from fzero.checkpoint.checkpoints import Checkpoints
 from fzero.loops.asked import Asked, warn_of
-from fzero.loops.evaluation import Evaluation
 from fzero.loops.given import need_functions, need_saves, numbered, pair, taken
+from fzero.loops.now_and_then import Evaluation, Saves
 from fzero.loops.ranks import Ranks
 from fzero.loops.record import Record
-from fzero.loops.saves import Saves
 
 S = TypeVar("S")  # a state
 T = TypeVar("T")

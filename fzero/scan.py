@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.utils import _pytree as torch_pytree
@@ -14,8 +15,7 @@ from fzero.base import private, pytree
 from fzero.base.arguments import named, need_int, wrong
 from fzero.base.context import during, jitting
 from fzero.base.follow import follows, is_transformed
-from fzero.base.node import Op, Tensors, active, apply, first_order
-from fzero.base.pytree import is_real
+from fzero.base.node import Op, Tensors, active, apply
 from fzero.base.rebound import rebound, tensors_held, tensors_reached
 from fzero.engine.hidden import looking
 from fzero.state.checks import need_derivative, transform_of
@@ -24,8 +24,8 @@ from fzero.state.train_state import TrainState
 from fzero.step import Step
 from fzero.table.spec import need_step
 
-_Kept = tuple[list[torch.Tensor], torch_pytree.TreeSpec]  # a state taken apart
 Batch = tuple[object, ...]
+Run = Callable[[Step, TrainState, Sequence[Batch]], tuple[TrainState, Metrics]]
 
 
 def scan(
@@ -77,7 +77,7 @@ def scan(
     for begin in range(0, len(split), every):
         part = split[begin : begin + every]
         apart = is_transformed() and jitting.get() is None  # a graph keeps what it needs itself
-        state, metrics = _part(step, state, part) if apart else _run(step, state, part)
+        state, metrics = _part(_each, step, state, part) if apart else _run(step, state, part)
         found.append(metrics)
     return state, _joined(found, torch.cat)
 
@@ -119,22 +119,54 @@ def _joined(parts: Sequence[Metrics], join: Callable[..., torch.Tensor]) -> Metr
 # ---- a part, between two kept states
 
 
-def _part(step: Step, state: TrainState, batches: Sequence[Batch]) -> tuple[TrainState, Metrics]:
-    """`_run` as one node of whatever differentiates it, which keeps the first state, the batches, and nothing else."""
+def _part(run: Run, step: Step, state: TrainState, batches: Sequence[Batch]) -> tuple[TrainState, Metrics]:
+    """`run(step, state, batches)` as one node of whatever differentiates it, which keeps these and runs again."""
     leaves, spec = torch_pytree.tree_flatten(state)
-    own = (step.optimizer, step.fn, step.extras)
-    held = {id(x): x for x in tensors_held(own) if follows(x)}
-    flat = [pytree.Split(batch, pytree.is_tensor) for batch in batches]
-    given = (*leaves, *held.values(), *[x for each in flat for x in each.leaves[0]])
+    held, count, flat = _held(step), len(leaves), pytree.Split([*batches], pytree.is_tensor)
+    given = (*leaves, *held.values(), *flat.leaves[0])
     if any(transform_of(x) == "torch.autograd.forward_ad" for x in given):
         raise TypeError(
             "scan: got tensors of torch.autograd.forward_ad, expected those of torch.func.jvp, whose levels nest: "
             "torch.func.jvp(f, (x,), (tangent,)) of a function that calls fz.scan."
         )
-    op = _Steps(step, spec, len(leaves), [*held], flat, state.params.device.type)
+    specs: list[Any] = []
+
+    def fn(*tensors: torch.Tensor) -> Tensors:
+        rest = iter(tensors)
+        state: TrainState = torch_pytree.tree_unflatten([*itertools.islice(rest, count)], spec)
+        made = _made(step, dict(zip(held, rest, strict=False)))
+        new, metrics = run(made, state, flat.join(rest))
+        (out, *own), (found, *others) = torch_pytree.tree_flatten(new), pytree.flatten(metrics)
+        specs[:] = *own, *others
+        return (*out, *found)
+
+    op = Op(fn, None, state.params.device.type)
+    op.name, op.plain = "fz.scan", False  # steps take what plain autograd differentiates for constants
     out = apply(op, active(given), *given)
-    assert op.spec is not None
-    return torch_pytree.tree_unflatten(out[: len(leaves)], op.spec), op.metrics(out[len(leaves) :])
+    end = specs[0].num_leaves
+    return torch_pytree.tree_unflatten(out[:end], specs[0]), pytree.unflatten(specs[1], out[end:])
+
+
+def _each(step: Step, state: TrainState, batches: Sequence[Batch]) -> tuple[TrainState, Metrics]:
+    """`_run`, in which what is differentiated keeps the state before each step, and not what the step computes."""
+    if private.level() != 1 or private.forward_mode():  # nothing does, or a second one, for which each would run again
+        return _run(step, state, batches)
+    found: list[Metrics] = []
+    for batch in batches:
+        state, metrics = _part(_run, step, state, [batch])
+        found.append(metrics)
+    return state, _joined(found, torch.cat)
+
+
+def _held(step: Step) -> dict[int, torch.Tensor]:
+    """What a step was made with, and a transform goes on through, by ids."""
+    return {id(x): x for x in tensors_held((step.optimizer, step.fn, step.extras)) if follows(x)}
+
+
+def _made(step: Step, new: Mapping[int, torch.Tensor]) -> Step:
+    """The step, with other tensors in the place of those that it was made with."""
+    optimizer, fn, extras = rebound((step.optimizer, step.fn, step.extras), lambda x: new.get(id(x), x))
+    return dataclasses.replace(step, optimizer=optimizer, fn=fn, extras=extras)
 
 
 def _refuse_hidden(step: Step, state: TrainState, batches: Sequence[Batch]) -> None:
@@ -143,8 +175,7 @@ def _refuse_hidden(step: Step, state: TrainState, batches: Sequence[Batch]) -> N
     One run in the open, where that transform is: what each step computes with is seen there, and what it has put where
     its next run finds it. Of its derivatives nothing is kept.
     """
-    own = (step.optimizer, step.fn, step.extras)
-    held = {id(x): x for x in tensors_held(own) if follows(x)}
+    held = _held(step)
     need_derivative(step, state.layout.rows, "scan", state=state, optimizer=[*held.values()], batches=list(batches))
     for x in tensors_reached((step.optimizer, step.extras)):
         if follows(x) and id(x) not in held:
@@ -152,8 +183,7 @@ def _refuse_hidden(step: Step, state: TrainState, batches: Sequence[Batch]) -> N
     before = {id(x): x for x in tensors_reached(step.fn)}
     # what the step is given are others than those that it may come to as well
     held = {key: x.view_as(x) for key, x in held.items()}
-    optimizer, fn, extras = rebound(own, lambda x: held.get(id(x), x))
-    step = dataclasses.replace(step, optimizer=optimizer, fn=fn, extras=extras)
+    step = _made(step, held)
     for batch in batches:
         split = pytree.Split(batch, pytree.is_tensor)
         inputs = split.join([x.view_as(x) if follows(x) else x for x in split.leaves[0]])
@@ -179,133 +209,6 @@ def _hidden(x: torch.Tensor) -> ValueError:
         "or that its optimizer was made with. Say w = holder.w outside of the function and use w in it. Of a state or "
         "its params, which are slices, take w = fz.gather(state.params) there."
     )
-
-
-class _Steps(Op):
-    """Some steps, from the tensors of the first state to those of the last one and of the metrics.
-
-    Its tensors are those of the state, what the step was made with, and those of each batch.
-
-    Args:
-        spec: of the first state, which has `count` tensors.
-        held: the ids of what the step was made with, and a transform goes on through.
-        batches: each without its tensors.
-
-    Attributes:
-        spec: that of the last state, once it has run.
-    """
-
-    name, plain = "fz.scan", False  # steps take what plain autograd differentiates for constants
-
-    def __init__(
-        self,
-        step: Step,
-        spec: torch_pytree.TreeSpec,
-        count: int,
-        held: Sequence[int],
-        batches: Sequence[pytree.Split],
-        device: str,
-    ) -> None:
-        super().__init__(self._all, None, device)
-        self._step, self._first, self._count, self._held, self._batches = step, spec, count, held, batches
-        ends = itertools.accumulate([len(batch.places[0]) for batch in batches], initial=count + len(held))
-        self._bounds = [*itertools.pairwise(ends)]  # of each batch among the tensors
-        self.spec: torch_pytree.TreeSpec | None = None
-        self._metrics: pytree.Spec | None = None
-
-    def metrics(self, leaves: Sequence[torch.Tensor]) -> Metrics:
-        assert self._metrics is not None
-        return pytree.unflatten(self._metrics, leaves)
-
-    def _made(self, held: Sequence[torch.Tensor]) -> Step:
-        """The step, with other tensors in the place of those that it was made with."""
-        new = dict(zip(self._held, held, strict=True))
-        own = (self._step.optimizer, self._step.fn, self._step.extras)
-        optimizer, fn, extras = rebound(own, lambda x: new.get(id(x), x))
-        return dataclasses.replace(self._step, optimizer=optimizer, fn=fn, extras=extras)
-
-    def _one(
-        self, step: Step, number: int, spec: torch_pytree.TreeSpec, leaves: Sequence[torch.Tensor], batch: Tensors
-    ) -> tuple[list[torch.Tensor], torch_pytree.TreeSpec, list[torch.Tensor]]:
-        """A step: the tensors and the structure of the next state, and the metrics."""
-        state = torch_pytree.tree_unflatten(leaves, spec)
-        state, metrics = step(state, *self._batches[number].join(batch))
-        flat, self._metrics = pytree.flatten(pytree.map(_as_tensor, metrics))
-        return (*torch_pytree.tree_flatten(state), flat)
-
-    def _states(self, tensors: Tensors) -> list[_Kept]:
-        """The state before each step."""
-        step = self._made(tensors[self._count : self._bounds[0][0]])
-        out: list[_Kept] = [(list(tensors[: self._count]), self._first)]
-        for number, (begin, end) in enumerate(self._bounds[:-1]):
-            out.append(self._one(step, number, out[-1][1], out[-1][0], tensors[begin:end])[:2])
-        return out
-
-    def _all(self, *tensors: torch.Tensor) -> Tensors:
-        step = self._made(tensors[self._count : self._bounds[0][0]])
-        leaves, spec, found = list(tensors[: self._count]), self._first, list[list[torch.Tensor]]()
-        for number, (begin, end) in enumerate(self._bounds):  # of the states one is alive at a time
-            leaves, spec, metrics = self._one(step, number, spec, leaves, tensors[begin:end])
-            found.append(metrics)
-        self.spec = spec
-        return (*leaves, *[torch.stack(each) for each in zip(*found, strict=True)])
-
-    def transposed(self, count: int, wanted: Sequence[int], real: Sequence[int]) -> Op:
-        general = super().transposed(count, wanted, real)
-
-        def fn(*args: torch.Tensor) -> Tensors:
-            if not first_order():
-                return general.fn(*args)
-            return self._pulled(args[:count], wanted, dict(zip(real, args[count:], strict=True)))
-
-        op = self.derived(fn)
-        op.unused = general.unused
-        return op
-
-    def _pulled(self, tensors: Tensors, wanted: Sequence[int], cotangents: Mapping[int, torch.Tensor]) -> Tensors:
-        """The cotangents of the wanted tensors: from the last step to the first, whose states are made again."""
-        count, start = self._count, self._bounds[0][0]
-        states = self._states(tensors)
-        of_state = {place: cotangents[place] for place in range(count) if place in cotangents}
-        totals = dict[int, torch.Tensor]()
-        for number, (begin, end) in reversed([*enumerate(self._bounds)]):
-            leaves, spec = states.pop()
-            own = (*leaves, *tensors[count:start], *tensors[begin:end])
-            places = [*range(start), *range(begin, end)]
-            moving = [i for i, x in enumerate(own) if is_real(x) and (i < count or places[i] in wanted)]
-            of_metrics = {place: x[number] for place, x in cotangents.items() if place >= count}
-            found = self._pulled_one(number, spec, own, moving, {**of_state, **of_metrics})
-            of_state = {i: x for i, x in found.items() if i < count}
-            for i, x in found.items():
-                if i >= count:
-                    totals[places[i]] = totals[places[i]] + x if places[i] in totals else x
-        totals |= of_state
-        return tuple(totals[i] if i in totals else torch.zeros_like(tensors[i]) for i in wanted)
-
-    def _pulled_one(
-        self,
-        number: int,
-        spec: torch_pytree.TreeSpec,
-        tensors: Tensors,
-        moving: Sequence[int],
-        cotangents: Mapping[int, torch.Tensor],
-    ) -> dict[int, torch.Tensor]:
-        """The cotangents of those tensors of one step that move, by place."""
-        count, held = self._count, len(self._held)
-
-        def forward(*primals: torch.Tensor) -> Tensors:
-            own = list(tensors)
-            for place, primal in zip(moving, primals, strict=True):
-                own[place] = primal
-            step = self._made(own[count : count + held])
-            leaves, _, metrics = self._one(step, number, spec, own[:count], tuple(own[count + held :]))
-            out = (*leaves, *metrics)
-            return tuple(out[place] for place in cotangents)
-
-        _, pull = torch.func.vjp(forward, *[tensors[i] for i in moving])  # type: ignore[misc]
-        with torch.no_grad():
-            found = pull(tuple(cotangents.values()), retain_graph=False, create_graph=False)
-        return dict(zip(moving, found, strict=True))
 
 
 def _as_tensor(value: object) -> torch.Tensor:

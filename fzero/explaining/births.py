@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -18,56 +18,24 @@ NAN, INF = "nan", "inf"
 Operator = Callable[..., object]
 
 
-@dataclass(eq=False, slots=True)
-class Within:
-    """One call of a unit, whose name may become known during the call."""
-
-    unit: str | None
-
-
-@dataclass(eq=False, slots=True)
-class Birth:
-    """An operation that made what is not finite of what was, or a value that came so.
-
-    Attributes:
-        fault: what is said of it. Its examples are numbers in its microbatch, and `within` knows its unit.
-        given: somebody wanted it so: an infinite number that the code names, a mask of minus infinity. Or the engine
-            has made it, as of memory that nobody has written to yet.
-        of: where the infinities come from that this NaN is made of.
-    """
-
-    fault: Fault
-    within: Within
-    given: bool = False
-    of: frozenset[Birth] = field(default_factory=frozenset)
-
-
 @dataclass(slots=True)
 class Taint:
-    """The births that NaN and infinities in some memory come of."""
+    """The births that NaN and infinities in some memory come of, each with examples by their number in a microbatch."""
 
-    nan: frozenset[Birth] = frozenset()
-    inf: frozenset[Birth] = frozenset()
+    nan: frozenset[Fault] = frozenset()
+    inf: frozenset[Fault] = frozenset()
 
     def joined(self, other: Taint) -> Taint:
         return Taint(self.nan | other.nan, self.inf | other.inf)
 
 
-def fault_of(taint: Taint) -> tuple[Birth, Birth] | None:
-    """(the first birth, what it became in the end) of what is not finite in a result; None where nothing is.
+def fault_of(taint: Taint) -> Fault | None:
+    """The first birth of what is not finite in a result; None where nothing is.
 
     An infinity that somebody wanted is no fault, but the NaN that is made of it.
     """
-    ends = taint.nan or taint.inf
-    if not ends:
-        return None
-    end = _earliest([each for each in ends if not each.given] or ends)
-    begun = [each for each in end.of if not each.given]
-    return _earliest([end, *begun]), end
-
-
-def _earliest(births: Iterable[Birth]) -> Birth:
-    return min(births, key=lambda birth: birth.fault.at)
+    births = taint.nan or taint.inf
+    return min([each for each in births if not each.given] or births, key=lambda each: each.at, default=None)
 
 
 def kinds_of(x: torch.Tensor) -> tuple[bool, bool]:

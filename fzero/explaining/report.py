@@ -30,8 +30,9 @@ class Fault:
         examples: numbers along the dim of examples, in this rank's batch.
         count, shape, dtype: how many values of what was made are not finite, and of what.
         operands: what the operator took, in words.
-        end: what this became, in words, where NaN was made of an infinity.
         by_scale: whether it is the loss scale's: without it the gradients are finite.
+        given: whether somebody wanted it so, an infinite number that the code names or a mask of minus infinity, or the
+            engine has made it, as of memory that nobody has written to yet: no fault but where there is no other.
         at: its number among the operations of its rank.
     """
 
@@ -50,8 +51,8 @@ class Fault:
     shape: tuple[int, ...] = ()
     dtype: str = ""
     operands: tuple[str, ...] = ()
-    end: str = ""
     by_scale: bool = False
+    given: bool = False
     at: int = 0
 
     def __str__(self) -> str:
@@ -70,7 +71,6 @@ class Fault:
         if self.count:
             lines.append(f"{self.count} of {math.prod(self.shape)} values, {self.dtype}{list(self.shape)}")
         lines += [f"of {', '.join(self.operands)}"] if self.operands else []
-        lines += [self.end] if self.end else []
         lines += ["by the loss scale: without it all gradients are finite"] if self.by_scale else []
         return "\n  ".join(lines)
 

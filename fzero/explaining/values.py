@@ -28,7 +28,7 @@ from fzero.engine.outcome import split_result
 from fzero.engine.traversal import current, here
 from fzero.engine.traversal import known as known_leaves
 from fzero.explaining import births
-from fzero.explaining.births import INF, NAN, Birth, Operand, Operator, Taint, Within, is_plain, kinds_of, measured
+from fzero.explaining.births import INF, NAN, Operand, Operator, Taint, is_plain, kinds_of, measured
 from fzero.explaining.report import BACKWARD, FORWARD, Fault, Overflow, short
 from fzero.state.train_state import TrainState
 from fzero.table.handle import Handle, storage_of
@@ -40,7 +40,7 @@ class _Op(NamedTuple):
     """What is known of an operation of the forward, for its pullback."""
 
     name: str
-    within: Within
+    unit: str | None
     place: Place | None
     engine: bool = False  # it gathers, copies or sums, and the caller did not write it
 
@@ -70,8 +70,8 @@ class Values(dispatch.TorchDispatchMode):
         self._taints: dict[int, Taint] = {}
         self._leaves: dict[int, tuple[Group, int]] = {}  # storage -> its group, and where the group's buffer begins
         self._inputs: dict[int, list[tuple[int, str]]] = {}  # storage -> where tensors begin in it, and their names
-        self._sources: dict[tuple[int, int, str], Birth] = {}
-        self._call: tuple[FrameType, Within] | None = None  # of a unit that is a plain call
+        self._sources: dict[tuple[int, int, str], Fault] = {}
+        self._call: tuple[FrameType, str | None] | None = None  # of a unit that is a plain call
         self._present: object = None
         self.large: dict[tuple[str, str], Overflow] = {}
         self.left: dict[int, Taint] = {}
@@ -149,7 +149,7 @@ class Values(dispatch.TorchDispatchMode):
         made: Sequence[torch.Tensor],
     ) -> None:
         self._at += 1
-        op = self._running(name, given)
+        op = self._running(name)
         for x in made:
             own = measured(x)
             if not own.finite:
@@ -159,14 +159,14 @@ class Values(dispatch.TorchDispatchMode):
             if not op.engine:
                 self._note_large(own, op)
 
-    def _running(self, name: str, given: Sequence[torch.Tensor]) -> _Op:
+    def _running(self, name: str) -> _Op:
         """The operation that runs; in a pullback with the unit and the line of the one that is pulled back."""
         if in_function.get():  # a forward, also one that a pullback runs again
-            own = _Op(name, self._within(given), *_line())
+            own = _Op(name, self._unit(), *_line())
             self._ops.setdefault(hooks.next_number() - 1, own)  # what follows before the next node has none
             return own
         of = self._pulled_op()
-        return _Op(name, Within(None), None, True) if of is None else _Op(name, of.within, of.place)
+        return _Op(name, None, None, True) if of is None else _Op(name, of.unit, of.place)
 
     def _pulled_op(self) -> _Op | None:
         """The operation of the caller's that is pulled back; None for what the engine does."""
@@ -179,8 +179,8 @@ class Values(dispatch.TorchDispatchMode):
         # of a Function under torch.func, which has made more nodes before its forward
         return self._ops.get(min([each for each in self._ops if each > number], default=number))
 
-    def _within(self, given: Sequence[torch.Tensor]) -> Within:
-        """The call of a unit that runs."""
+    def _unit(self) -> str | None:
+        """The unit that runs, if that is known."""
         present = here.get()
         if present:
             owner, index = next(iter(present))
@@ -188,26 +188,24 @@ class Values(dispatch.TorchDispatchMode):
                 self._present = present
                 for (_, number), leaf in present.items():
                     self._note_leaf(number, leaf)
-            return Within(owner.layout.rows[index].unit)
+            return owner.layout.rows[index].unit
         if current.get() is not None or known_leaves.get() is None:
-            return Within(ROOT)
+            return ROOT
         calls = [frame for frame in frames(()) if frame.f_code is _PLAIN]
         if not calls:
-            return Within(None)
+            return None
         if self._call is None or self._call[0] is not calls[-1]:  # the outermost: a unit within a unit is a call
-            self._call = calls[-1], Within(None)
-        within = self._call[1]
-        for x in given if within.unit is None else ():
-            found = self._leaves.get(storage_of(x))
-            if found is not None and found[0].unit != ROOT:
-                within.unit = found[0].unit
-        return within
+            given = pytree.tensors_in(*[calls[-1].f_locals[name] for name in ("args", "kwargs", "leaves")])
+            found = [self._leaves.get(storage_of(x)) for x in map(private.unwrapped, given) if is_plain(x)]
+            units = [own[0].unit for own in found if own is not None and own[0].unit != ROOT]
+            self._call = calls[-1], next(iter(units), None)
+        return self._call[1]
 
     def _note_large(self, own: Operand, op: _Op) -> None:
         value = max(abs(own.low), abs(own.high))
         if not self._limit < value < 0.5 * torch.finfo(own.tensor.dtype).max:  # where masks have their numbers
             return
-        key = (op.within.unit or ROOT, self.phase)
+        key = (op.unit or ROOT, self.phase)
         if key not in self.large or value > self.large[key].largest:
             self.large[key] = Overflow(*key, value, op.name, str(op.place or ""))
 
@@ -222,7 +220,8 @@ class Values(dispatch.TorchDispatchMode):
         has_nan, has_inf = kinds_of(x)
         new = Taint(came.nan if has_nan else frozenset(), came.inf if has_inf else frozenset())
         if has_nan and not came.nan:
-            new.nan = frozenset({self._birth(NAN, x, op, before, not before, came.inf)})
+            begun = frozenset({each for each in came.inf if not each.given})
+            new.nan = begun or frozenset({self._birth(NAN, x, op, before, not before)})
         if has_inf and not came.inf and not came.nan:
             named = any(isinstance(each, float) and not math.isfinite(each) for each in pytree.flatten(arguments)[0])
             new.inf = frozenset({self._birth(INF, x, op, before, not before or named)})
@@ -255,28 +254,20 @@ class Values(dispatch.TorchDispatchMode):
             known = self.microbatch, storage_of(x), kind + source
             birth = self._sources.get(known)
             if birth is None:
-                op = _Op("", Within(self._layout.key_of[leaf][0].unit if leaf else None), None)
+                op = _Op("", self._layout.key_of[leaf][0].unit if leaf else None, None)
                 birth = self._birth(kind, x, op, (), kind == INF and not has_nan and not bool((x == math.inf).any()))
-                birth.fault = dataclasses.replace(birth.fault, leaf=leaf, source=source)
-                self._sources[known] = birth
+                birth = self._sources[known] = dataclasses.replace(birth, leaf=leaf, source=source)
             found.append(frozenset({birth}))
         return Taint(*found)
 
-    def _birth(
-        self,
-        kind: str,
-        x: torch.Tensor,
-        op: _Op,
-        before: Sequence[Operand],
-        given: bool,
-        of: frozenset[Birth] = frozenset(),
-    ) -> Birth:
+    def _birth(self, kind: str, x: torch.Tensor, op: _Op, before: Sequence[Operand], given: bool) -> Fault:
         pulled = None if in_function.get() else self._pulled_op()
         leaves = [(max(abs(each.low), abs(each.high)), self._leaf(each.tensor)) for each in before]
         leaf = max([(size, path) for size, path in leaves if path is not None and size == size], default=(0, None))[1]
-        fault = Fault(
+        return Fault(
             phase=self.phase,
             kind=kind,
+            unit=op.unit,
             op=op.name,
             pulled="" if pulled is None else pulled.name,
             place=str(op.place or ""),
@@ -287,9 +278,9 @@ class Values(dispatch.TorchDispatchMode):
             shape=tuple(x.shape),
             dtype=short(x.dtype),
             operands=tuple([births.described(*each, kinds_of(each.tensor)) for each in before]),
+            given=given or op.engine,
             at=self._at,
         )
-        return Birth(fault, op.within, given or op.engine, of)
 
     def _leaf(self, x: torch.Tensor) -> str | None:
         """The path of the leaf that a tensor lies in."""

@@ -14,8 +14,7 @@ from fzero.base.refusals import is_ours, place_of
 from fzero.comm.backend import COLLECTIVES
 from fzero.comm.divergence import silent
 from fzero.graph import of_torch
-from fzero.graph.nodes import draws
-from fzero.graph.trace import OWN_GENERATOR
+from fzero.graph.trace import OWN_GENERATOR, draws
 
 one_at_a_time = threading.RLock()  # torch's tracer is one for all threads; no rank waits for another in a trace
 COMMUNICATES = (
@@ -26,6 +25,8 @@ CHECKPOINTS = (
     "jit: the function uses torch.utils.checkpoint or saved-tensor hooks, which run in the pullback and are no part of "
     "a graph. Take fz.remat(step), which recomputes units, or leave jit out."
 )
+# what runs the user's functions and modules, and decides by no value of a step's
+_RUNS = ("torch", *[f"fzero.{name}" for name in ("graph", "base", "engine", "modules", "functional", "parallel")])
 _VALUES = ("DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode")
 
 
@@ -82,7 +83,7 @@ def _own_module(error: BaseException) -> str:
     """The module of fzero that asked for a value; nothing where a function of the user's did."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     names = [str(frame.f_globals.get("__name__")) for frame in frames]
-    last = next((name for name in reversed(names) if not name.startswith(("torch", "fzero.graph", "fzero.base"))), "")
+    last = next((name for name in reversed(names) if not name.startswith(_RUNS)), "")
     return last if last.startswith("fzero.") else ""
 
 

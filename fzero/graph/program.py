@@ -11,8 +11,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fzero.graph import of_torch, operators
-from fzero.graph.nodes import draws, extracted, is_item, is_view, result_of
-from fzero.graph.trace import Traced
+from fzero.graph.trace import Traced, draws, extracted, is_item, is_view, result_of
 
 Run = Callable[..., list[Any]]
 

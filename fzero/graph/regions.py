@@ -15,12 +15,12 @@ import torch
 from fzero.base import private
 from fzero.base.context import during, jitting
 from fzero.base.follow import follows
+from fzero.base.pytree import is_real
 from fzero.base.rebound import rebound, tensors_held
 from fzero.graph import of_torch, operators
-from fzero.graph.nodes import result_of
 from fzero.graph.operators import Effects, like
 from fzero.graph.signatures import Flat, Identity, ambient_of, closed_over, meta_of
-from fzero.graph.trace import Traceable, Traced, is_real, trace
+from fzero.graph.trace import Traceable, Traced, result_of, trace
 from fzero.state.train_state import TrainState
 
 T = TypeVar("T")

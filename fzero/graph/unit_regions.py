@@ -25,7 +25,7 @@ from fzero.graph.errors import need_plain
 from fzero.graph.operators import Effects, like
 from fzero.graph.regions import Regions
 from fzero.graph.signatures import Identity, ambient_of, form_of, meta_of
-from fzero.graph.trace import Traced, is_real, trace
+from fzero.graph.trace import Traced, trace
 from fzero.table.handle import Handle, StandIn, storage_of
 from fzero.table.layout import Key
 from fzero.table.placements import marks_of, noted, notes, noting
@@ -227,7 +227,7 @@ class UnitRegions(Traversal, Regions):
             with torch.set_grad_enabled(signature.grad):
                 out = op._called(op._eager, leaves, given[count:])
             put = op._let_out(out, leaves, given[count:], given[:count])
-            return put, [i for i, x in enumerate(put) if is_real(x)], ()
+            return put, [i for i, x in enumerate(put) if pytree.is_real(x)], ()
 
         with self.mode, of_torch.untraced():
             given = [like(x) for x in operands]

@@ -12,7 +12,7 @@ import torch
 
 from fzero.base.arguments import named, need_int, wrong
 from fzero.checkpoint.checkpoints import Checkpoints
-from fzero.loops.saves import OWN
+from fzero.loops.now_and_then import OWN
 from fzero.state.sharded import check_buffers
 from fzero.state.train_state import TrainState
 from fzero.table.needs import is_component

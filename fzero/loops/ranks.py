@@ -11,7 +11,6 @@ from typing import TypeVar
 from fzero.base import pytree
 from fzero.checkpoint.fill import Everyone, agreed
 from fzero.comm import backend
-from fzero.comm.axis import Axis
 from fzero.comm.pieces import most
 from fzero.components.parts import PipelineState
 from fzero.state.train_state import TrainState
@@ -76,32 +75,17 @@ class Ranks:
         return any(self.most(own))
 
     def all_well(self, error: BaseException | None) -> None:
-        """Raises on all ranks if one has failed: each axis and each pipeline hears of it before any rank raises."""
-        tells = [functools.partial(_agreed, axis) for axis in self._axes]
-        for tell in [*tells, *[state.places.all_well for state in self._pipelines]]:
-            try:
-                tell(error)
-            except Exception as own:
-                error = error or own
-        if error is not None:
-            raise error
+        """Raises on all ranks if one has failed."""
+
+        def own() -> None:
+            if error is not None:
+                raise error
+
+        self.by_all(own)
 
     def by_all(self, job: Callable[[], T]) -> T:
-        """Does a job on every rank; where it fails on one, all raise."""
-        result, error = list[T](), None
-        try:
-            result = [job()]
-        except Exception as own:
-            error = own
-        self.all_well(error)
-        return result[0]
-
-
-def _agreed(axis: Axis, error: BaseException | None) -> None:
-    """Raises on all ranks of an axis if one has failed."""
-
-    def own() -> None:
-        if error is not None:
-            raise error
-
-    agreed(axis, own)
+        """Does a job on every rank; where it fails on one, all raise: each axis and each pipeline hears of it."""
+        around = [functools.partial(agreed, axis) for axis in self._axes]
+        for agree in [*around, *[state.places.agree for state in self._pipelines]]:
+            job = functools.partial(agree, job)
+        return job()

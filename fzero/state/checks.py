@@ -16,6 +16,7 @@ from fzero.base import private, pytree
 from fzero.base.context import in_differentiated, jitting
 from fzero.base.follow import below_unless, is_transformed, tangents_of
 from fzero.base.rebound import holds_others, tensors_held, tensors_reached
+from fzero.base.refusals import place_of
 from fzero.comm.axis import Axis
 from fzero.state.sharded import entries_of, is_sharded
 from fzero.stores.disk import Disk
@@ -64,8 +65,10 @@ def goes_on(*trees: object) -> bool:
 def _refuse_traces() -> None:
     if private.traces() and jitting.get() is None:
         raise TypeError(
-            "fzero: got a call that is traced into a graph (torch.func.linearize, make_fx), expected one of values, as "
-            "what ranks exchange and what is written in place is no part of such a graph. Take torch.func.jvp."
+            f"fzero: got a call{place_of()} that is traced into a graph (torch.func.linearize, make_fx, or fz.jit of a "
+            "step whose function runs another step), expected one of values, as what ranks exchange and what is "
+            "written in place is no part of such a graph. Take torch.func.jvp; fz.jit(lambda state, x: step(state, x)) "
+            "goes through steps within steps."
         )
 
 

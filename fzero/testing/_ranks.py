@@ -57,7 +57,7 @@ def run_ranks(
         fn: called as `fn(rank)`. With "processes" it must be picklable, so define it at the top of a module.
         world_size: number of ranks.
         backend: "threads" takes threads of this process, which is fast. "processes" takes gloo processes, which stay
-            for the next call and have the caller's warning filters.
+            for the next call and have the caller's warning filters of Python's own categories.
         timeout: seconds for all ranks together, and for any one collective.
         checked: run inside `fz.testing.checked_collectives()`.
 
@@ -280,7 +280,7 @@ class _Pool:
             raise
 
     def _run(self, job: bytes, world_size: int, timeout: float, around: _Around) -> list[Any]:
-        filters = _filters()
+        filters = [each for each in warnings.filters if each[2].__module__ == "builtins"]  # others it may not know
         with tempfile.TemporaryDirectory() as folder:
             for rank in range(world_size):
                 store = os.path.join(folder, "store")
@@ -322,26 +322,6 @@ def _pool(size: int) -> _Pool:
     return _pools[0]
 
 
-def _filters() -> list[bytes]:
-    """What is done here of which warnings; without those of a kind that another process does not know."""
-    found = []
-    for each in warnings.filters:
-        with contextlib.suppress(Exception):
-            found.append(pickle.dumps(each))
-    return found
-
-
-@contextlib.contextmanager
-def _filtered(filters: Sequence[bytes]) -> Iterator[None]:
-    """Inside, warnings are treated as where `_filters` was called."""
-    with warnings.catch_warnings():
-        warnings.resetwarnings()
-        for each in filters:
-            with contextlib.suppress(Exception):
-                cast("list[object]", warnings.filters).append(pickle.loads(each))
-        yield
-
-
 def _worker(pipe: multiprocessing.connection.Connection, path: list[str]) -> None:
     sys.path[:] = path
     torch.set_num_threads(1)
@@ -359,7 +339,9 @@ def _worker(pipe: multiprocessing.connection.Connection, path: list[str]) -> Non
                 timeout=datetime.timedelta(seconds=timeout),
             )
             try:
-                with _filtered(filters), around.of(rank):
+                with warnings.catch_warnings(), around.of(rank):
+                    warnings.resetwarnings()
+                    cast("list[object]", warnings.filters).extend(filters)
                     answer = (True, pickle.dumps(loaded(job, _PROCESSES, "backend='threads'")(rank)))
                 with contextlib.suppress(RuntimeError):  # fn may have broken the group and have caught that
                     dist.barrier()

@@ -176,3 +176,24 @@ def test_a_step_that_donates_is_refused_in_a_function() -> None:
     step = fz.donate(fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1)))
     with pytest.raises(TypeError, match=r"that fz\.jit transforms, .* Leave fz\.donate out"):
         fz.jit(lambda state: step(state, X)[0], backend="graph").lower(step.init({"w": torch.ones(3)}))
+
+
+def test_a_step_whose_function_runs_another_is_named() -> None:
+    inner = fz.train_step(lambda p, x: (p["w"] * x).square().sum(), fz.sgd(0.1))
+    loss = lambda p, x: inner.forward(inner.init({"w": torch.ones(3)}), x * p["s"])
+    step = fz.train_step(loss, fz.sgd(0.1))
+    state = step.init({"s": torch.ones(3)})
+    with pytest.raises(TypeError, match=r"in '<lambda>', test_jit_refused.py, line .*fz\.jit\(lambda state, x:"):
+        fz.jit(step, backend="graph")(state, X)
+    through = fz.jit(lambda state, x: step(state, x), backend="graph")
+    for _ in range(2):
+        torch.testing.assert_close(through(state, X)[1]["loss"], step(state, X)[1]["loss"])
+
+
+def test_a_module_that_asks_for_a_value_is_named_by_the_functions_line() -> None:
+    norm = torch.nn.BatchNorm1d(3, momentum=None)  # type: ignore[arg-type]
+    apply, params, buffers = fz.functional(norm, buffers=True)
+    loss = lambda p, carry, x: (lambda out, new: (out.sum(), new))(*apply(p, carry, x))
+    step = fz.jit(fz.carry(fz.train_step(loss, fz.sgd(0.1)), buffers), backend="graph")
+    with pytest.raises(ValueError, match=r"in '<lambda>', test_jit_refused.py, line \d+\) asks for the value"):
+        step(step.init(params), X)
