@@ -24,7 +24,6 @@ from fzero.engine.compiled import leave_out
 from fzero.parallel import watched
 from fzero.parallel.axis import need_axis
 from fzero.parallel.forms import need_cut
-from fzero.parallel.packed import Folding
 from fzero.parallel.types import running
 from fzero.parallel.visible import Options, options_of, torchs
 
@@ -229,7 +228,21 @@ def attended(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> t
     return _attend(plan, q, k, v)[0]
 
 
-class _Attend(Folding):
+class _Folding(torch.autograd.Function):
+    """`apply(plan, *tensors) -> tensors`; what is mapped over becomes part of the first dim."""
+
+    @classmethod
+    def vmap(cls, info: private.Context, in_dims: Sequence[int | None], plan: object, *tensors: torch.Tensor) -> object:  # type: ignore[override]
+        size = info.batch_size
+        moved = [
+            x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+            for dim, x in zip(in_dims[1:], tensors, strict=True)
+        ]
+        outs: Sequence[torch.Tensor] = cls.apply(plan, *[x.flatten(0, 1) for x in moved])  # type: ignore[assignment]
+        return tuple(out.unflatten(0, (size, -1)) for out in outs), (0,) * len(outs)
+
+
+class _Attend(_Folding):
     """`apply(plan, q, k, v)`: the output and the logarithms."""
 
     @staticmethod
@@ -261,7 +274,7 @@ class _Attend(Folding):
 _attend = quick(_Attend)
 
 
-class _Pull(Folding):
+class _Pull(_Folding):
     """`apply(plan, q, k, v, cotangent, out, logarithms)`: the cotangents of q, k and v.
 
     The last two are functions of the first three, and help to compute; derivatives do not go through them.
