@@ -25,7 +25,6 @@ from fzero.base.thread_state import without_dispatch_modes
 from fzero.engine.compiled import compiled
 from fzero.engine.dispatch import CHECKPOINTED, plain_call
 from fzero.engine.traversal import here, leaves_below, origins_of, running, tensor_axis_of
-from fzero.modules.batch_norms import synchronise
 from fzero.modules.buffers import Carried, call_carrying, need_apart, values_of
 from fzero.modules.conversion import CutLeaf, fresh
 from fzero.modules.converted import Cuts, converted, cut_leaves, need_slices
@@ -34,6 +33,7 @@ from fzero.modules.places import Absent, Places, full, need_names
 from fzero.modules.private_copy import forgetting, need_no_way_back, private_copy, refuse_kinds
 from fzero.modules.untouched import Originals, Untouched, originals_of
 from fzero.parallel import piece, watched
+from fzero.parallel.batch_norm import synchronise
 from fzero.parallel.piece import Pieces
 from fzero.table.handle import Function, Handle, reading
 from fzero.table.module_params import ModuleParams, refuse_lost
@@ -197,7 +197,6 @@ class Apply:
         paths, origins, cut = structure
         if layout is not None and layout.tensor[1] > 1:
             need_slices(params, origins, self._pristine)
-            watched.note_leaves(numbers)
         own = self._copy(Cuts.over(cut, *tensor_axis_of(list(params.values()))) if cut else None)
         if self._frozen and (rows := running.get()) is not None:
             refuse_lost(params, origins, self._frozen, rows)

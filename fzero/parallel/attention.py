@@ -10,7 +10,7 @@ import contextlib
 import functools
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
@@ -116,13 +116,6 @@ def _autocast(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.get_autocast_dtype(kind))
 
 
-class Agreed(NamedTuple):
-    """What the ranks of an axis have told each other about a call: the lengths of their pieces, and the options."""
-
-    lengths: list[int]
-    options: Options
-
-
 def _called(
     attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, more: dict[str, object]
 ) -> torch.Tensor:
@@ -154,8 +147,13 @@ def told_if_wrong(ax: Axis | None, who: str) -> Iterator[None]:
 _COUNT = 20  # numbers that say what a call is
 
 
-def agreed(ax: Axis | None, who: str, shapes: Shapes, dtype: str, given: dict[str, object]) -> Agreed:
+def agreed(
+    ax: Axis | None, who: str, shapes: Shapes, dtype: str, given: dict[str, object]
+) -> tuple[list[int], Options]:
     """Compares what the ranks call an attention function with.
+
+    Returns:
+        The lengths of their pieces, and the options.
 
     Raises:
         TypeError, ValueError: on every rank, where it is wrong on one.
@@ -192,8 +190,8 @@ def agreed(ax: Axis | None, who: str, shapes: Shapes, dtype: str, given: dict[st
             )
     assert options is not None
     if ax is not None and run is not None:
-        return Agreed(run.sizes(ax, shapes[0][2]), options)
-    return Agreed([q[2] for q, _, _ in every], options)
+        return run.sizes(ax, shapes[0][2]), options
+    return [q[2] for q, _, _ in every], options
 
 
 def _numbers(shapes: Shapes, dtype: str, options: Options | None) -> list[int]:

@@ -24,19 +24,19 @@ from fzero.comm.playing import playing
 from fzero.engine.alike import varies
 from fzero.parallel.check import apart, pull_back, ran, reads, watched
 from fzero.parallel.declared import Dims, Inputs, Planned
-from fzero.parallel.forms import REPLICATED, Called, form_of, set_forms
+from fzero.parallel.forms import REPLICATED, form_of, set_forms
 from fzero.parallel.played import NotFinite, is_proven, need_one_process
 from fzero.parallel.types import WHO, AxisTypeError, DryRun, place_of, tensors_in, type_of
 from fzero.state.sharded import Sharded
 from fzero.table.module_params import hints_of
-from fzero.table.placements import Unchecked, checks
+from fzero.table.placements import checks
 from fzero.table.spec import Spec
 
 LARGEST = 1 << 24  # elements of params, of which the computations of all ranks are played
 DRAWS = 4  # of params and inputs: of one of which the largest element, say, may lie on the first rank
 
 
-def check_first_run(step: Spec, params: Sharded, inputs: Sequence[object]) -> bool | Unchecked:
+def check_first_run(step: Spec, params: Sharded, inputs: Sequence[object]) -> bool | Exception | None:
     """Refuses a step's function whose maps over the tensor axis are not right, before ranks communicate.
 
     It is run on shapes alone, but for inputs that are not differentiated: masks may be read.
@@ -45,21 +45,30 @@ def check_first_run(step: Spec, params: Sharded, inputs: Sequence[object]) -> bo
         inputs: of one microbatch.
 
     Returns:
-        Whether it reads a tensor's value, on which may depend what it does; or why that is not known: it reads what
-        is computed of params, communicates by itself, or is refused for another reason, which its run shows.
+        Whether it reads a tensor's value, on which may depend what it does. Where that is not known, as it reads what
+        is computed of params, communicates by itself, or is refused for another reason, which its run shows: what is
+        wrong if it runs to its end; None where only modules have slices.
 
     Raises:
         AxisTypeError: a map is missing or needless. The error names the leaf and the line.
     """
     try:
-        run = DryRun(frozenset(), check_first_run.__code__, Called, params.axis.tensor)
+        run = DryRun(frozenset(), check_first_run.__code__, params.axis.tensor)
         return _first_run(step, params, inputs, run)
     except AxisTypeError:
         raise
     except Exception as error:
         of_modules, rows = hints_of(params.structure), params.layout.rows
-        cut = {i: row.path for i, row in enumerate(rows) if row.slices is not None and i not in of_modules}
-        return Unchecked(cut, f"{place_of(error)} ({first_words(error)})")
+        own = [row.path for i, row in enumerate(rows) if row.slices is not None and i not in of_modules]
+        if not own:
+            return None
+        return TypeError(
+            f"step: what the function does with its slice of leaf {own[0]!r} cannot be checked, as it does not run on "
+            f"shapes alone: {place_of(error)} ({first_words(error)}). Expected a function that neither reads a "
+            "tensor's value nor communicates but by the maps of fz.parallel. Let it take an operator that needs no "
+            "value (torch.where, a mask in place of an index); or write what reads it as a module for fz.functional, "
+            "whose own run is looked at, and pass its params on as they are, not as a plain dict."
+        )
 
 
 def _first_run(step: Spec, params: Sharded, inputs: Sequence[object], run: DryRun) -> bool:
@@ -86,13 +95,13 @@ def _first_run(step: Spec, params: Sharded, inputs: Sequence[object], run: DryRu
             leaves = Inputs(step.fn, (tree, *inputs), {}, "", False, planned, differentiated)
             cut_inputs = getattr(step.fn, "cut_inputs", None)  # those of most are the same on all ranks
             for i, dim in cut_inputs(inputs).items() if cut_inputs else ():
-                i += len(planned.given)
+                i += len(planned.rows)
                 leaves.leaves[i] = replace(leaves.leaves[i], dims={over.name: dim})
             typed = leaves.typed()
-            for given, leaf in zip(planned.given, pytree.flatten(typed[0])[0], strict=True):
-                if given.slices is not None:
-                    run.note_sizes(over, given.slices.sizes(over.size))
-                    if len(given.slices.parts) > 1:  # no piece, but one of each part
+            for row, leaf in zip(planned.rows, pytree.flatten(typed[0])[0], strict=True):
+                if row.slices is not None:
+                    run.note_sizes(over, row.slices.sizes(over.size))
+                    if len(row.slices.parts) > 1:  # no piece, but one of each part
                         set_forms(leaf, {})
         out, outputs, learns = None, None, False
         with watched(run) as watch, divergence.silent():

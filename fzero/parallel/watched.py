@@ -26,7 +26,7 @@ from fzero.table.placements import Action, Actions, Cut, Mark, Notes, Straight, 
 
 MAP = "a map"  # the source of what a map gives, called by a module or a function itself
 GATHER_OWN = "gather(own=True)"  # the name of that map
-_WHOLE = ("sum", "gather")
+_WHOLE, _CUTTING = ("sum", "gather"), ("split", "reduce_scatter")  # the maps that give what is whole, and pieces
 
 
 class Acting(TorchFunctionMode):
@@ -120,13 +120,6 @@ def watching(
     return call
 
 
-def note_leaves(numbers: Sequence[int]) -> None:
-    """Notes the leaves of the running step that a module is given, as `origins_of` tells them."""
-    known = noting()
-    if known is not None:
-        known.of_modules.update([abs(number) - 1 for number in numbers if number])
-
-
 def around(call: Callable[..., object], *given: object) -> object:
     """A unit's call, which is watched by itself: what the engine does around it is not looked at."""
     with unseen(notes.get()):
@@ -193,36 +186,37 @@ def _covers(ax: Axis, tensor: Axis) -> bool:
     return set(tensor.members) <= set(ax.members)
 
 
-def mapped(name: str, ax: Axis, x: torch.Tensor, out: torch.Tensor, cut: Cut | None = None) -> torch.Tensor:
-    """Notes what a map of `fz.parallel` gave.
-
-    Args:
-        cut: how it cuts the result, where it does.
-    """
+def mapped(
+    name: str, ax: Axis, x: torch.Tensor, out: torch.Tensor, dims: Sequence[int], sizes: Sequence[int] | None
+) -> torch.Tensor:
+    """Notes what a map of `fz.parallel` gave that cuts or joins along these dims, into pieces of these sizes."""
     known = noting()
     if known is None:
         return out
     after = known.of(x)
     if _covers(ax, known.axis):
-        cut = cut if ax.members == known.axis.members else None
+        cut = None
+        if name in _CUTTING and sizes is not None and ax.members == known.axis.members:
+            cut = Cut(dims[0] - x.ndim, (tuple(sizes),), ax.rank)
         after = None if name in _WHOLE else Mark("" if name in ("copy", GATHER_OWN) else MAP, cut)
     known.forget(out) if after is None else known.note(out, after)
     return out
 
 
 def note_copy(name: str, ax: Axis) -> None:
-    """Notes that a user's function copies what ranks have alike, outside of modules."""
+    """Notes a copy of what ranks have alike outside of modules, where nobody knows what is computed of it."""
     known = noting()
-    if known is not None and watcher() is None and _covers(ax, known.axis):
-        known.copies = name
+    if known is not None and known.first.blind and watcher() is None and _covers(ax, known.axis):
+        known.unchecked = known.unchecked or ValueError(
+            f"parallel.{name}: got a call outside of modules in a function that does not run on shapes alone, and "
+            "nobody can check whether what it computes of the copy is put together again. Call it in a module, "
+            "compute without a tensor's value (torch.where, a mask in place of an index), or give sizes= to the maps "
+            "that join pieces of uneven sizes."
+        )
 
 
-def need_mappable(name: str, ax: Axis, x: torch.Tensor, dim: int | None) -> None:
-    """Refuses a map of what varies, or is cut, otherwise than the map takes it.
-
-    Args:
-        dim: along which the map joins what ranks have, where it does.
-    """
+def need_mappable(name: str, ax: Axis, x: torch.Tensor, dims: Sequence[int]) -> None:
+    """Refuses a map, along these dims, of what varies, or is cut, otherwise than the map takes it."""
     known, mode = noting(), watcher()
     if running.get() is not None and mode is None:
         return  # its types say it, and the line
@@ -238,6 +232,6 @@ def need_mappable(name: str, ax: Axis, x: torch.Tensor, dim: int | None) -> None
         )
     if mode is not None and mark.cut is not None:
         summed = name in ("sum", "reduce_scatter")  # slices are no parts of a sum
-        elsewhere = name in ("gather", GATHER_OWN) and dim is not None and dim - x.ndim != mark.cut.dim
+        elsewhere = name in ("gather", GATHER_OWN) and dims[0] - x.ndim != mark.cut.dim
         if (mark.cut == PARTIAL) != summed or elsewhere:
             raise mode.refused(f"fz.parallel.{name}", mark)

@@ -93,14 +93,12 @@ class FirstRun:
         checked_again: so are all of the function by `checks`, as what they saw depends on a value.
         blind: nothing is known of the function outside of modules.
         actions: (module, form of its arguments) -> what is done in it.
-        floats: among the inputs, in runs that showed this. Where modules are cut, a run with others is looked at too.
     """
 
     def __init__(self) -> None:
         self.unsure = self.checked_again = self.blind = False
         self.actions: dict[object, Actions] = {}
         self.acting: set[object] = set()  # the modules among them
-        self.floats: set[object] = set()
 
     def note(self, module: object, given: object, actions: Actions) -> None:
         """Notes what one call of a module needed; another one with arguments of the same forms needs the same."""
@@ -109,15 +107,11 @@ class FirstRun:
         if actions:
             self.acting.add(module)
 
-    def shows(self, given: object) -> bool:
-        """Tells whether a run of these inputs does the same."""
-        return not self.unsure and (not self.actions or _floats_of(given) in self.floats)
-
     def of(self, module: object, given: object) -> Actions:
         return self.actions.get((module, form_of(given)), {}) if module in self.acting else {}
 
 
-_VALUES = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
 def form_of(given: object) -> object:
@@ -129,16 +123,9 @@ def form_of(given: object) -> object:
             forms.append((x.shape, x.dtype))
         elif isinstance(x, _VALUES):
             forms.append((type(x), x))
-        elif isinstance(x, (float, complex)):
-            forms.append(type(x))
         else:
             return None
     return spec, tuple(forms)
-
-
-def _floats_of(given: object) -> object:
-    """The numbers of which a form says the type alone, as they may be others in each run."""
-    return tuple([x for x in pytree.leaves(given) if isinstance(x, (float, complex))])
 
 
 class Notes:
@@ -146,16 +133,12 @@ class Notes:
 
     Attributes:
         first: what the run shows, for later ones.
-        unchecked: what is not known of it.
-        of_modules: the leaves that modules were given, by their numbers.
-        copies: the name of a map that has made a copy outside of modules.
+        unchecked: what is raised at its end of what `checks` could not tell.
     """
 
-    unchecked: Unchecked | None = None
-    copies = ""
+    unchecked: Exception | None = None
 
     def __init__(self, axis: Axis, first: FirstRun | None = None) -> None:
-        self.of_modules: set[int] = set()
         self.axis, self._level, self.first = axis, private.level(), first or FirstRun()
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], Mark]] = {}
 
@@ -201,20 +184,9 @@ def noting() -> Notes | None:
     return None if isinstance(known, Straight) else known
 
 
-class Unchecked(NamedTuple):
-    """What is known of a function that does not run on shapes alone.
-
-    Attributes:
-        leaves: index -> path of those that are cut, but for those of modules, whose own runs show what they do.
-        why: in words.
-    """
-
-    leaves: dict[int, str]
-    why: str
-
-
-# check(step, params, inputs) of what runs for the first time tells whether it reads a tensor's value
-checks: list[Callable[..., bool | Unchecked]] = []
+# check(step, params, inputs) of what runs for the first time tells whether it reads a tensor's value; where that is not
+# known, what is wrong if it runs to its end; None where its modules' own runs show all that they do with slices
+checks: list[Callable[..., bool | Exception | None]] = []
 
 
 def noted(
@@ -232,14 +204,14 @@ def noted(
         return None
     form = form_of(given)
     first = before.get(form)
-    if first is not None and first.shows(given):
+    if first is not None and not first.unsure:
         return Straight(axis, first)
     known = Notes(axis, first)
     if checked is not None and (first is None or first.checked_again or form is None):
         for check in checks:
             found = check(*checked)
-            known.unchecked = found if isinstance(found, Unchecked) else None
-            known.first.checked_again, known.first.blind = found is True, known.unchecked is not None
+            known.unchecked = found if isinstance(found, Exception) else None
+            known.first.checked_again, known.first.blind = found is True, not isinstance(found, bool)
         known.first.unsure = known.first.unsure or known.first.checked_again or known.first.blind
     return known
 
@@ -248,27 +220,13 @@ def has_run(known: Notes | None, before: MutableMapping[object, FirstRun], given
     """Notes that a function has run to its end; refuses one that could not be checked."""
     if known is None or isinstance(known, Straight):
         return
-    if known.unchecked is not None and (own := known.unchecked.leaves.keys() - known.of_modules):
-        raise TypeError(
-            f"step: what the function does with its slice of leaf {known.unchecked.leaves[min(own)]!r} cannot be "
-            f"checked, as it does not run on shapes alone: {known.unchecked.why}. Expected a function that neither "
-            "reads a tensor's value nor communicates but by the maps of fz.parallel. Let it take an operator that "
-            "needs no value (torch.where, a mask in place of an index); or write what reads it as a module for "
-            "fz.functional, whose own run is looked at."
-        )
-    if known.first.blind and known.copies:
-        raise ValueError(
-            f"parallel.{known.copies}: got a call outside of modules in a function that does not run on shapes alone, "
-            "and nobody can check whether what it computes of the copy is put together again. Call it in a module, "
-            "compute without a tensor's value (torch.where, a mask in place of an index), or give sizes= to the maps "
-            "that join pieces of uneven sizes."
-        )
+    if known.unchecked is not None:
+        raise known.unchecked
     form = form_of(given)
     known.first.unsure = known.first.unsure or form is None
     for old in list(before)[: 1 - FORMS]:
         del before[old]
     before[form] = known.first
-    known.first.floats.add(_floats_of(given))
 
 
 def marks_of(known: Notes | None, tensors: Sequence[object]) -> list[Mark | None]:
