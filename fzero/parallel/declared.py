@@ -274,21 +274,16 @@ def patterns_of(given: Patterns | None, argument: str) -> dict[str, Dims]:
     out: dict[str, Dims] = {}
     for pattern, said in given.items():
         need_str(pattern, WHO, argument, f"{PATTERN} for each key")
-        axes = _axes_of(said, f"{argument}[{pattern!r}]")
-        for axis, dim in axes.items():
-            need_str(axis, WHO, f"{argument}[{pattern!r}]", "names of axes, or a dict of them to dims")
+        one = f"{argument}[{pattern!r}]"
+        if not isinstance(said, (str, tuple, list, Mapping)):
+            raise wrong(WHO, one, said, "the name of an axis, a tuple of names, or a dict of names to dims")
+        names = (said,) if isinstance(said, str) else said
+        out[pattern] = dict(said) if isinstance(said, Mapping) else dict.fromkeys(names)
+        for axis, dim in out[pattern].items():
+            need_str(axis, WHO, one, "names of axes, or a dict of them to dims")
             if dim is not None:
-                need_int(dim, WHO, f"{argument}[{pattern!r}]", "a dim for each axis")
-        out[pattern] = axes
+                need_int(dim, WHO, one, "a dim for each axis")
     return out
-
-
-def _axes_of(said: object, argument: str) -> Dims:
-    if isinstance(said, Mapping):
-        return dict(said)
-    if not isinstance(said, (str, tuple, list)):
-        raise wrong(WHO, argument, said, "the name of an axis, a tuple of names, or a dict of names to dims")
-    return dict.fromkeys((said,) if isinstance(said, str) else said)
 
 
 def dims_of(path: str, ndim: int, patterns: Mapping[str, Dims], argument: str) -> Dims:

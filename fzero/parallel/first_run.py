@@ -67,7 +67,7 @@ def check_first_run(step: Spec, params: Sharded, inputs: Sequence[object]) -> bo
             f"shapes alone: {place_of(error)} ({first_words(error)}). Expected a function that neither reads a "
             "tensor's value nor communicates but by the maps of fz.parallel. Let it take an operator that needs no "
             "value (torch.where, a mask in place of an index); or write what reads it as a module for fz.functional, "
-            "whose own run is looked at, and pass its params on as they are, not as a plain dict."
+            "whose own run is looked at, and give step.init the params that it returned, not a plain dict of them."
         )
 
 

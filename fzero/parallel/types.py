@@ -200,7 +200,7 @@ class Watch(dispatch.TorchDispatchMode):
         need_silence(func)
         self.draws = self.draws or torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         operands = tensors_in((args, kwargs))
-        joined, error = self._joined(name, [] if _makes(name) else operands)
+        joined, error = self._joined(name, [] if _plain(name).startswith(_MAKING) else operands)
         try:
             out = _called(func, args, kwargs, operands)
         except RuntimeError as failed:
@@ -275,18 +275,13 @@ def _called(
     return func(*args, **kwargs)
 
 
+# what takes nothing of its operands but shapes
 _MAKING = ("new_", "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like")
 
 
 def _plain(name: str) -> str:
     """An operator's name without its namespace and overload."""
     return name.split(".")[1] if name.count(".") > 1 else name
-
-
-@functools.lru_cache(4096)
-def _makes(name: str) -> bool:
-    """Tells whether an operator takes nothing of its operands but shapes."""
-    return _plain(name).startswith(_MAKING)
 
 
 @functools.lru_cache(4096)

@@ -21,6 +21,7 @@ from fzero.parallel.axis import need_axis
 from fzero.parallel.forms import need_cut
 from fzero.parallel.ring import Ring
 from fzero.parallel.ring import attention as plain
+from fzero.parallel.types import running
 from fzero.parallel.varying import unseen
 from fzero.parallel.visible import torchs
 
@@ -291,14 +292,16 @@ def heads_of(
     Args:
         lengths: of the ranks' pieces of the sequence.
         ranges: for every tensor the heads that each rank gets.
-        tensors: those of one d and dtype travel together.
+        tensors: those of one d and dtype travel together, but in a dry run, which knows how each of them is cut.
     """
-    if len({(x.shape[3], x.dtype) for x in tensors}) > 1:
+    apart = running.get() is not None or len({(x.shape[3], x.dtype) for x in tensors}) > 1
+    if apart and len(tensors) > 1:
         return [heads_of(ax, lengths, [own], [x])[0] for own, x in zip(ranges, tensors, strict=True)]
     by_tensor = [_chosen(x, own) for x, own in zip(tensors, ranges, strict=True)]
     joined = torch.cat([x for of_rank in zip(*by_tensor, strict=True) for x in of_rank], 1)
     sizes = [*zip(*map(_sizes, ranges), strict=True)]
-    return maps.all_to_all(joined, ax, 1, 2, [*map(sum, sizes)], lengths).split(sizes[ax.rank], 1)
+    out = maps.all_to_all(joined, ax, 1, 2, [*map(sum, sizes)], lengths)
+    return [out] if len(tensors) == 1 else out.split(sizes[ax.rank], 1)
 
 
 def tokens_of(ax: Axis, lengths: Sequence[int], ranges: Sequence[Range], x: torch.Tensor) -> torch.Tensor:
