@@ -245,7 +245,7 @@ class _Wire:
         self.sent += sum([x.nbytes for rank, x in enumerate(send) if rank != self._rank])
         flat = max(send[self._rank], *send, key=torch.Tensor.numel).reshape(-1)
         for target in receive if flat.numel() and not private.is_fake(flat) else ():
-            target.copy_(flat[torch.arange(target.numel()) % flat.numel()].view(target.shape))
+            target.copy_(flat[torch.arange(target.numel(), device=flat.device) % flat.numel()].view(target.shape))
 
 
 def typed(
@@ -254,10 +254,8 @@ def typed(
     """A map along dims, into pieces of sizes, and its transpose, that check types and send nothing."""
     if run.checked(ax) == {ax.name}:
         run.axes[ax.name] = ax.size
-    if sizes is not None:
-        run.note_sizes(ax, sizes)
     told, run.told = run.told, []
-    call = functools.partial(_Called, run, name, ax, run.where(), dims)
+    call = functools.partial(_Called, run, name, ax, run.where(), dims, sizes)
     return call(there, False, told), call(back, True, [])
 
 
@@ -271,12 +269,13 @@ class _Called:
         ax: Axis,
         place: Place,
         dims: Sequence[int],
+        sizes: Sequence[int] | None,
         send: Map,
         transposed: bool,
         told: list[int],
     ) -> None:
         self.run, self.name, self.ax, self.place, self.dims = run, name, ax, place, dims
-        self.send, self.transposed, self.told = send, transposed, told
+        self.sizes, self.send, self.transposed, self.told = sizes, send, transposed, told
         self.takes, self.gives = reversed(KINDS[name]) if transposed else KINDS[name]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -290,6 +289,8 @@ class _Called:
             self.run.doubt(f"fz.parallel.{self.name}")
             if self.name in _ADDING and REPLICATED in [form_of(x, axis) for axis in axes]:
                 self.run.unlikely.append(AxisTypeError(self._refusal(min(axes), own, "replicated"), self.place))
+        if self.sizes is not None:
+            self.run.note_sizes(self.ax, self.sizes)
         wire = _Wire(self.ax.rank)
         with torch.no_grad(), private.under_function_modes(()), during(playing, wire), during(pieces.graph, None):  # type: ignore[arg-type]
             out = self.send(x)
