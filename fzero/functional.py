@@ -197,6 +197,7 @@ class Apply:
         paths, origins, cut = structure
         if layout is not None and layout.tensor[1] > 1:
             need_slices(params, origins, self._pristine)
+            watched.note_leaves(numbers)
         own = self._copy(Cuts.over(cut, *tensor_axis_of(list(params.values()))) if cut else None)
         if self._frozen and (rows := running.get()) is not None:
             refuse_lost(params, origins, self._frozen, rows)

@@ -29,14 +29,14 @@ from fzero.parallel.played import NotFinite, is_proven, need_one_process
 from fzero.parallel.types import WHO, AxisTypeError, DryRun, place_of, tensors_in, type_of
 from fzero.state.sharded import Sharded
 from fzero.table.module_params import hints_of
-from fzero.table.placements import checks
+from fzero.table.placements import Unchecked, checks
 from fzero.table.spec import Spec
 
 LARGEST = 1 << 24  # elements of params, of which the computations of all ranks are played
 DRAWS = 4  # of params and inputs: of one of which the largest element, say, may lie on the first rank
 
 
-def check_first_run(step: Spec, params: Sharded, inputs: Sequence[object]) -> bool | Exception | None:
+def check_first_run(step: Spec, params: Sharded, inputs: Sequence[object]) -> bool | Unchecked:
     """Refuses a step's function whose maps over the tensor axis are not right, before ranks communicate.
 
     It is run on shapes alone, but for inputs that are not differentiated: masks may be read.
@@ -45,9 +45,8 @@ def check_first_run(step: Spec, params: Sharded, inputs: Sequence[object]) -> bo
         inputs: of one microbatch.
 
     Returns:
-        Whether it reads a tensor's value, on which may depend what it does. Where that is not known, as it reads what
-        is computed of params, communicates by itself, or is refused for another reason, which its run shows: what is
-        wrong if it runs to its end; None where only modules have slices.
+        Whether it reads a tensor's value, on which may depend what it does; or why that is not known: it reads what
+        is computed of params, communicates by itself, or is refused for another reason, which its run shows.
 
     Raises:
         AxisTypeError: a map is missing or needless. The error names the leaf and the line.
@@ -59,16 +58,8 @@ def check_first_run(step: Spec, params: Sharded, inputs: Sequence[object]) -> bo
         raise
     except Exception as error:
         of_modules, rows = hints_of(params.structure), params.layout.rows
-        own = [row.path for i, row in enumerate(rows) if row.slices is not None and i not in of_modules]
-        if not own:
-            return None
-        return TypeError(
-            f"step: what the function does with its slice of leaf {own[0]!r} cannot be checked, as it does not run on "
-            f"shapes alone: {place_of(error)} ({first_words(error)}). Expected a function that neither reads a "
-            "tensor's value nor communicates but by the maps of fz.parallel. Let it take an operator that needs no "
-            "value (torch.where, a mask in place of an index); or write what reads it as a module for fz.functional, "
-            "whose own run is looked at, and give step.init the params that it returned, not a plain dict of them."
-        )
+        cut = {i: row.path for i, row in enumerate(rows) if row.slices is not None and i not in of_modules}
+        return Unchecked(cut, f"{place_of(error)} ({first_words(error)})")
 
 
 def _first_run(step: Spec, params: Sharded, inputs: Sequence[object], run: DryRun) -> bool:

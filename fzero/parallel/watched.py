@@ -120,6 +120,13 @@ def watching(
     return call
 
 
+def note_leaves(numbers: Sequence[int]) -> None:
+    """Notes the leaves of the running step that a module is given, as `origins_of` tells them."""
+    known = noting()
+    if known is not None:
+        known.of_modules.update([abs(number) - 1 for number in numbers if number])
+
+
 def around(call: Callable[..., object], *given: object) -> object:
     """A unit's call, which is watched by itself: what the engine does around it is not looked at."""
     with unseen(notes.get()):
@@ -204,15 +211,10 @@ def mapped(
 
 
 def note_copy(name: str, ax: Axis) -> None:
-    """Notes a copy of what ranks have alike outside of modules, where nobody knows what is computed of it."""
+    """Notes that a user's function copies what ranks have alike, outside of modules."""
     known = noting()
-    if known is not None and known.first.blind and watcher() is None and _covers(ax, known.axis):
-        known.unchecked = known.unchecked or ValueError(
-            f"parallel.{name}: got a call outside of modules in a function that does not run on shapes alone, and "
-            "nobody can check whether what it computes of the copy is put together again. Call it in a module, "
-            "compute without a tensor's value (torch.where, a mask in place of an index), or give sizes= to the maps "
-            "that join pieces of uneven sizes."
-        )
+    if known is not None and watcher() is None and _covers(ax, known.axis):
+        known.copies = name
 
 
 def need_mappable(name: str, ax: Axis, x: torch.Tensor, dims: Sequence[int]) -> None:

@@ -133,12 +133,16 @@ class Notes:
 
     Attributes:
         first: what the run shows, for later ones.
-        unchecked: what is raised at its end of what `checks` could not tell.
+        unchecked: what is not known of it.
+        of_modules: the leaves that modules were given, by their numbers.
+        copies: the name of a map that has made a copy outside of modules.
     """
 
-    unchecked: Exception | None = None
+    unchecked: Unchecked | None = None
+    copies = ""
 
     def __init__(self, axis: Axis, first: FirstRun | None = None) -> None:
+        self.of_modules: set[int] = set()
         self.axis, self._level, self.first = axis, private.level(), first or FirstRun()
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], Mark]] = {}
 
@@ -184,9 +188,20 @@ def noting() -> Notes | None:
     return None if isinstance(known, Straight) else known
 
 
-# check(step, params, inputs) of what runs for the first time tells whether it reads a tensor's value; where that is not
-# known, what is wrong if it runs to its end; None where its modules' own runs show all that they do with slices
-checks: list[Callable[..., bool | Exception | None]] = []
+class Unchecked(NamedTuple):
+    """What is known of a function that does not run on shapes alone.
+
+    Attributes:
+        leaves: index -> path of those that are cut, but for those of modules, whose own runs show what they do.
+        why: in words.
+    """
+
+    leaves: dict[int, str]
+    why: str
+
+
+# check(step, params, inputs) of what runs for the first time tells whether it reads a tensor's value
+checks: list[Callable[..., bool | Unchecked]] = []
 
 
 def noted(
@@ -210,8 +225,8 @@ def noted(
     if checked is not None and (first is None or first.checked_again or form is None):
         for check in checks:
             found = check(*checked)
-            known.unchecked = found if isinstance(found, Exception) else None
-            known.first.checked_again, known.first.blind = found is True, not isinstance(found, bool)
+            known.unchecked = found if isinstance(found, Unchecked) else None
+            known.first.checked_again, known.first.blind = found is True, known.unchecked is not None
         known.first.unsure = known.first.unsure or known.first.checked_again or known.first.blind
     return known
 
@@ -220,8 +235,21 @@ def has_run(known: Notes | None, before: MutableMapping[object, FirstRun], given
     """Notes that a function has run to its end; refuses one that could not be checked."""
     if known is None or isinstance(known, Straight):
         return
-    if known.unchecked is not None:
-        raise known.unchecked
+    if known.unchecked is not None and (own := known.unchecked.leaves.keys() - known.of_modules):
+        raise TypeError(
+            f"step: what the function does with its slice of leaf {known.unchecked.leaves[min(own)]!r} cannot be "
+            f"checked, as it does not run on shapes alone: {known.unchecked.why}. Expected a function that neither "
+            "reads a tensor's value nor communicates but by the maps of fz.parallel. Let it take an operator that "
+            "needs no value (torch.where, a mask in place of an index); or write what reads it as a module for "
+            "fz.functional, whose own run is looked at."
+        )
+    if known.first.blind and known.copies:
+        raise ValueError(
+            f"parallel.{known.copies}: got a call outside of modules in a function that does not run on shapes alone, "
+            "and nobody can check whether what it computes of the copy is put together again. Call it in a module, "
+            "compute without a tensor's value (torch.where, a mask in place of an index), or give sizes= to the maps "
+            "that join pieces of uneven sizes."
+        )
     form = form_of(given)
     known.first.unsure = known.first.unsure or form is None
     for old in list(before)[: 1 - FORMS]:

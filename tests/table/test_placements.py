@@ -264,18 +264,6 @@ def test_copies_of_a_module_that_reads_values(copied: str) -> None:
         run_ranks(rank_main, 2)
 
 
-def test_a_module_that_reads_values_whose_params_are_a_plain_dict() -> None:
-    apply, params = fz.functional(Reads(False).to(F64))
-
-    def rank_main(rank: int) -> None:
-        step = fz.train_step(lambda p, x: apply(p, x).square().mean(), fz.sgd(0.1))
-        step = fz.shard_tensor(step, {"up": "column", "down": "row"})
-        with pytest.raises(TypeError, match=r"slice of leaf '\w+\.\w+' cannot be checked.*not a plain dict"):
-            step(step.init(dict(params)), X)
-
-    run_ranks(rank_main, 2)
-
-
 def _whole(params: Any) -> Reads:
     module = Reads(False).to(F64)
     module.load_state_dict(dict(params))
