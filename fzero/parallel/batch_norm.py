@@ -201,7 +201,8 @@ def synchronise(module: nn.Module, every: bool) -> Callable[[Function], Function
         What has others that a function of the module calls do so, too, where those of all kinds do.
     """
     kinds = _BatchNorm if every else nn.SyncBatchNorm
-    for path, layer in [(path, layer) for path, layer in module.named_modules() if isinstance(layer, kinds)]:
+    layers: list[tuple[str, nn.Module]] = [pair for pair in module.named_modules() if isinstance(pair[1], kinds)]
+    for path, layer in layers:
         if layer.training and getattr(layer, "process_group", None) is not None:
             raise ValueError(
                 f"apply: batch norm {path!r} has a process_group, and takes its statistics over the ranks that the "
