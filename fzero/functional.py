@@ -25,7 +25,6 @@ from fzero.base.thread_state import without_dispatch_modes
 from fzero.engine.compiled import compiled
 from fzero.engine.dispatch import CHECKPOINTED, plain_call
 from fzero.engine.traversal import here, leaves_below, origins_of, running, tensor_axis_of
-from fzero.modules.batch_norms import synchronise
 from fzero.modules.buffers import Carried, call_carrying, need_apart, values_of
 from fzero.modules.conversion import CutLeaf, fresh
 from fzero.modules.converted import Cuts, converted, cut_leaves, need_slices
@@ -34,6 +33,7 @@ from fzero.modules.places import Absent, Places, full, need_names
 from fzero.modules.private_copy import forgetting, need_no_way_back, private_copy, refuse_kinds
 from fzero.modules.untouched import Originals, Untouched, originals_of
 from fzero.parallel import piece, watched
+from fzero.parallel.batch_norm import synchronise
 from fzero.parallel.piece import Pieces
 from fzero.table.handle import Function, Handle, reading
 from fzero.table.module_params import ModuleParams, refuse_lost

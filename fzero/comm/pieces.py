@@ -180,7 +180,7 @@ def _sum(terms: Sequence[torch.Tensor]) -> torch.Tensor:
     wide = torch.float32 if first.dtype in (torch.bfloat16, torch.float16) else first.dtype
     if first.dtype == torch.bool:
         raise TypeError("A sum over ranks got a tensor of torch.bool, expected numbers. Convert it with .to(...).")
-    if wide == first.dtype:
+    if wide == first.dtype or private.is_fake(first):
         out = torch.add(first, others[0]) if others else first
         for term in others[1:]:
             out.add_(term)

@@ -16,10 +16,9 @@ from fzero.base.arguments import named
 from fzero.base.refusals import noted
 from fzero.engine.dispatch import call_unit
 from fzero.engine.outlets import overlap
-from fzero.modules.batch_norms import need_moved_alike, others_in
 from fzero.modules.places import Places
 from fzero.modules.private_copy import Constant
-from fzero.parallel.batch_norm import ranks_of_means
+from fzero.parallel.batch_norm import need_moved_alike, others_in, ranks_of_means
 from fzero.table.handle import Function, storage_of
 
 

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
@@ -24,7 +24,6 @@ from fzero.engine.compiled import leave_out
 from fzero.parallel import watched
 from fzero.parallel.axis import need_axis
 from fzero.parallel.forms import need_cut
-from fzero.parallel.packed import Folding
 from fzero.parallel.types import running
 from fzero.parallel.visible import Options, options_of, torchs
 
@@ -117,13 +116,6 @@ def _autocast(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.get_autocast_dtype(kind))
 
 
-class Agreed(NamedTuple):
-    """What the ranks of an axis have told each other about a call: the lengths of their pieces, and the options."""
-
-    lengths: list[int]
-    options: Options
-
-
 def _called(
     attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, more: dict[str, object]
 ) -> torch.Tensor:
@@ -155,8 +147,13 @@ def told_if_wrong(ax: Axis | None, who: str) -> Iterator[None]:
 _COUNT = 20  # numbers that say what a call is
 
 
-def agreed(ax: Axis | None, who: str, shapes: Shapes, dtype: str, given: dict[str, object]) -> Agreed:
+def agreed(
+    ax: Axis | None, who: str, shapes: Shapes, dtype: str, given: dict[str, object]
+) -> tuple[list[int], Options]:
     """Compares what the ranks call an attention function with.
+
+    Returns:
+        The lengths of their pieces, and the options.
 
     Raises:
         TypeError, ValueError: on every rank, where it is wrong on one.
@@ -193,8 +190,8 @@ def agreed(ax: Axis | None, who: str, shapes: Shapes, dtype: str, given: dict[st
             )
     assert options is not None
     if ax is not None and run is not None:
-        return Agreed(run.sizes(ax, shapes[0][2]), options)
-    return Agreed([q[2] for q, _, _ in every], options)
+        return run.sizes(ax, shapes[0][2]), options
+    return [q[2] for q, _, _ in every], options
 
 
 def _numbers(shapes: Shapes, dtype: str, options: Options | None) -> list[int]:
@@ -229,7 +226,21 @@ def attended(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> t
     return _attend(plan, q, k, v)[0]
 
 
-class _Attend(Folding):
+class _Folding(torch.autograd.Function):
+    """`apply(plan, *tensors) -> tensors`; what is mapped over becomes part of the first dim."""
+
+    @classmethod
+    def vmap(cls, info: private.Context, in_dims: Sequence[int | None], plan: object, *tensors: torch.Tensor) -> object:  # type: ignore[override]
+        size = info.batch_size
+        moved = [
+            x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+            for dim, x in zip(in_dims[1:], tensors, strict=True)
+        ]
+        outs: Sequence[torch.Tensor] = cls.apply(plan, *[x.flatten(0, 1) for x in moved])  # type: ignore[assignment]
+        return tuple(out.unflatten(0, (size, -1)) for out in outs), (0,) * len(outs)
+
+
+class _Attend(_Folding):
     """`apply(plan, q, k, v)`: the output and the logarithms."""
 
     @staticmethod
@@ -261,7 +272,7 @@ class _Attend(Folding):
 _attend = quick(_Attend)
 
 
-class _Pull(Folding):
+class _Pull(_Folding):
     """`apply(plan, q, k, v, cotangent, out, logarithms)`: the cotangents of q, k and v.
 
     The last two are functions of the first three, and help to compute; derivatives do not go through them.

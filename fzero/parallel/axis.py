@@ -88,7 +88,8 @@ def is_averaged(ax: Axis) -> bool:
         ValueError: it does so over some of the ranks only.
     """
     own = [each.members for each in averaged.get()]
-    if len(own) > 1 and is_spanned(own, ax.members):
+    spanned = math.prod(map(len, own)) == len(ax.members) and all({*ax.members}.issuperset(each) for each in own)
+    if len(own) > 1 and spanned:
         return True
     for members in own:
         common = _common(members, ax)
@@ -105,9 +106,3 @@ def is_averaged(ax: Axis) -> bool:
 
 def _common(members: Sequence[int], ax: Axis) -> set[int]:
     return set(members).intersection(ax.members)
-
-
-def is_spanned(averages: Sequence[Sequence[int]], ranks: Sequence[int]) -> bool:
-    """Tells whether means over one axis after another are over all of these ranks."""
-    count = math.prod(len(members) for members in averages)
-    return count == len(ranks) and all({*ranks}.issuperset(members) for members in averages)

@@ -20,7 +20,7 @@ from fzero.comm.divergence import recorded_collectives
 from fzero.engine.carry import refuse_carry
 from fzero.engine.outcome import is_differentiable
 from fzero.parallel.declared import Dims, Inputs, Patterns, Planned, dims_of, paths_of, patterns_of
-from fzero.parallel.forms import Called, Forms, is_replicated
+from fzero.parallel.forms import Forms, is_replicated
 from fzero.parallel.played import need_one_process, note_proven, playable
 from fzero.parallel.types import (
     WHO,
@@ -158,7 +158,7 @@ def check(
         refuse_carry(fn, WHO)
         planned = Planned(fn, inputs[0])
         fn, inputs, ignored = fn.fn, (inputs[0], *planned.inputs(inputs[1:])), (*ignored, *planned.unchecked)
-    run = DryRun(frozenset(ignored), check.__code__, Called)
+    run = DryRun(frozenset(ignored), check.__code__)
     declared = patterns_of(outputs, "outputs")
     leaves = Inputs(fn, inputs, patterns_of(varying, "varying"), constants, values, planned)
     with torch.enable_grad(), apart(values), recorded_collectives() as unseen:

@@ -7,7 +7,7 @@ import copy
 import inspect
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -24,32 +24,18 @@ from fzero.parallel.axis import need_dim
 from fzero.parallel.forms import set_forms
 from fzero.parallel.types import WHO, Type, set_type
 from fzero.state.init import leaf_specs
-from fzero.state.sliced import cut
+from fzero.state.sliced import slice_of
 from fzero.table.layout import Layout
 from fzero.table.module_params import frozen_leaves, hints_of
 from fzero.table.placements import Notes, notes
 from fzero.table.policy import Policy
-from fzero.table.slices import Hint, Slices
+from fzero.table.rows import Row
+from fzero.table.slices import Hint
 from fzero.table.spec import Spec
 
 Patterns = Mapping[str, str | Sequence[str] | Mapping[str, int]]
 Dims = dict[str, int | None]  # axis -> the dim that is cut over it, where that is said
 _OF_FUNCTIONS = ("tensor axis", "tensor", "frozen")  # the rules that change what a function is given
-
-
-class Given(NamedTuple):
-    """What a function is given of one leaf.
-
-    Attributes:
-        slices: how the leaf is cut over the tensor axis, if it is.
-        shape, dtype: of this rank's slice, and that which it is computed with in.
-        fixed: nothing is differentiated by it.
-    """
-
-    slices: Slices | None
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    fixed: bool
 
 
 class Planned:
@@ -59,7 +45,7 @@ class Planned:
         axis: of a state of the step, where there is one.
 
     Attributes:
-        given: one for each leaf of the params.
+        rows: one for each leaf of the params.
         over: the axis that leaves are cut over, if there is one.
     """
 
@@ -73,7 +59,7 @@ class Planned:
         self._specs, leaves, self._structure = leaf_specs(params)
         self._leaves: list[Any] = leaves
         self._axis = axis or step.axis()
-        self._rows = step.rows(self._specs, *self._known)  # which refuses what `init` does
+        self.rows = step.rows(self._specs, *self._known)  # which refuses what `init` does
         self._place(*self._axis.place_on_tensor)
 
     @property
@@ -92,11 +78,7 @@ class Planned:
         plain = replace(self.step, policy=Policy(), rules=rules)
         self._layout = Layout.build(plain.rows(self._specs, *self._known), 1, (rank, ranks))
         self._table = plain.table(self._layout)
-        shapes = {slot.leaf: slot.shape for group in self._layout.groups.values() for slot in group.slots}
-        self.given = [
-            Given(row.slices, shapes[index], row.policy.compute or row.dtype, row.frozen)
-            for index, row in enumerate(self._rows)
-        ]
+        self._shapes = {slot.leaf: slot.shape for group in self._layout.groups.values() for slot in group.slots}
 
     @property
     def over(self) -> Axis | None:
@@ -105,7 +87,7 @@ class Planned:
     @property
     def cast(self) -> torch.dtype | None:
         """The dtype of torch.autocast; that of some units holds for all."""
-        return next((row.autocast for row in self._rows if row.autocast is not None), None)
+        return next((row.autocast for row in self.rows if row.autocast is not None), None)
 
     @property
     def unchecked(self) -> tuple[str, ...]:
@@ -122,17 +104,17 @@ class Planned:
         """A leaf as the function computes with it, but for the plan."""
         if not isinstance(self._leaves[index], torch.Tensor):
             self._leaves[index] = self._leaves[index]()  # once, as it may draw random numbers
-        return self._leaves[index].detach().to(self.given[index].dtype)
+        return self._leaves[index].detach().to(dtype_of(self.rows[index]))
 
     def own(self, index: int) -> torch.Tensor:
         """This rank's slice of a leaf."""
-        slices = self.given[index].slices
-        return self.whole(index) if slices is None else cut(slices, *self._layout.tensor, self.whole(index))
+        return slice_of(self.rows[index], *self._layout.tensor, self.whole(index))
 
-    def device(self, index: int) -> torch.device:
-        """The device that a leaf lies on."""
+    def empty(self, index: int) -> torch.Tensor:
+        """The same without values."""
         leaf = self._leaves[index]
-        return leaf.device if isinstance(leaf, torch.Tensor) else torch.get_default_device()
+        device = leaf.device if isinstance(leaf, torch.Tensor) else torch.get_default_device()
+        return torch.empty(self._shapes[index], dtype=dtype_of(self.rows[index]), device=device)
 
     @contextlib.contextmanager
     def running(self, params: object) -> Iterator[None]:
@@ -151,12 +133,17 @@ class Planned:
         return split_result(self.step, result)[0]
 
 
+def dtype_of(row: Row) -> torch.dtype:
+    """The dtype that a leaf is computed with in."""
+    return row.policy.compute or row.dtype
+
+
 @dataclass(frozen=True, eq=False)
 class Input:
     """One leaf of the inputs.
 
     Attributes:
-        given: what a plan says of it, where it is one of a step's params.
+        row: what a plan says of it, where it is one of a step's params.
         tracked: gradients are taken by it.
     """
 
@@ -164,7 +151,7 @@ class Input:
     path: str
     leaf: object
     dims: Dims
-    given: Given | None
+    row: Row | None
     tracked: bool
 
 
@@ -195,7 +182,7 @@ class Inputs:
         self._spec = pytree.flatten(dict(enumerate(inputs)))[1]
         named = paths_of(fn, inputs)
         every = [self._input(i, path, leaf, varying, constants) for i, (path, leaf) in enumerate(named)]
-        places = [each.path for each in every if each.given is not None or isinstance(each.leaf, torch.Tensor)]
+        places = [each.path for each in every if each.row is not None or isinstance(each.leaf, torch.Tensor)]
         for argument, pattern in [("varying", "|".join(varying)), ("constants", constants)]:
             if pattern and (unknown := unmatched(pattern, places)):
                 raise ValueError(
@@ -207,25 +194,25 @@ class Inputs:
     def _input(self, index: int, path: str, leaf: object, varying: Mapping[str, Dims], constants: str) -> Input:
         fixed = bool(constants and matches(constants, path))
         planned = self.planned
-        if planned is not None and index < len(planned.given):
-            given, over = planned.given[index], planned.over
-            dims = dims_of(path, len(given.shape), varying, "varying")
-            if given.slices is not None and over is not None and over.size > 1:
-                dims = {**dims, over.name: given.slices.dim}
-            return Input(index, path, leaf, dims, given, not (fixed or given.fixed))
+        if planned is not None and index < len(planned.rows):
+            row, over = planned.rows[index], planned.over
+            dims = dims_of(path, len(row.shape), varying, "varying")
+            if row.slices is not None and over is not None and over.size > 1:
+                dims = {**dims, over.name: row.slices.dim}
+            return Input(index, path, leaf, dims, row, not (fixed or row.frozen))
         if not isinstance(leaf, torch.Tensor):
             return Input(index, path, leaf, {}, None, False)
         dims = dims_of(path, leaf.ndim, varying, "varying")
         if self._differentiated is not None and planned is not None:
-            fixed = index - len(planned.given) not in self._differentiated
+            fixed = index - len(planned.rows) not in self._differentiated
         return Input(index, path, leaf, dims, None, pytree.is_real(leaf) and not fixed)
 
     @property
     def dtypes(self) -> list[torch.dtype]:
         """Those that the function computes in, as far as inputs say so."""
         cast = [] if self.planned is None or self.planned.cast is None else [self.planned.cast]
-        given = [each.given.dtype for each in self.leaves if each.given is not None]
-        return [*cast, *given, *[each.leaf.dtype for each in self.leaves if isinstance(each.leaf, torch.Tensor)]]
+        params = [dtype_of(each.row) for each in self.leaves if each.row is not None]
+        return [*cast, *params, *[each.leaf.dtype for each in self.leaves if isinstance(each.leaf, torch.Tensor)]]
 
     def typed(self) -> list[Any]:
         """The arguments of the function: new tensors, with types."""
@@ -236,14 +223,10 @@ class Inputs:
         return [*pytree.unflatten(self._spec, list(leaves)).values()]
 
     def _typed(self, each: Input) -> object:
-        if each.given is not None:
+        if each.row is not None:
             assert self.planned is not None
-            device = self.planned.device(each.index)
-            made = (
-                self._valued(each.path, self.planned.own(each.index))
-                if self._values
-                else torch.empty(each.given.shape, dtype=each.given.dtype, device=device)
-            )
+            planned, index = self.planned, each.index
+            made = self._valued(each.path, planned.own(index)) if self._values else planned.empty(index)
         elif isinstance(each.leaf, torch.Tensor):
             real = self._differentiated is not None and not each.tracked and not private.is_wrapper(each.leaf)
             x = each.leaf
@@ -291,21 +274,16 @@ def patterns_of(given: Patterns | None, argument: str) -> dict[str, Dims]:
     out: dict[str, Dims] = {}
     for pattern, said in given.items():
         need_str(pattern, WHO, argument, f"{PATTERN} for each key")
-        axes = _axes_of(said, f"{argument}[{pattern!r}]")
-        for axis, dim in axes.items():
-            need_str(axis, WHO, f"{argument}[{pattern!r}]", "names of axes, or a dict of them to dims")
+        one = f"{argument}[{pattern!r}]"
+        if not isinstance(said, (str, tuple, list, Mapping)):
+            raise wrong(WHO, one, said, "the name of an axis, a tuple of names, or a dict of names to dims")
+        names = (said,) if isinstance(said, str) else said
+        out[pattern] = dict(said) if isinstance(said, Mapping) else dict.fromkeys(names)
+        for axis, dim in out[pattern].items():
+            need_str(axis, WHO, one, "names of axes, or a dict of them to dims")
             if dim is not None:
-                need_int(dim, WHO, f"{argument}[{pattern!r}]", "a dim for each axis")
-        out[pattern] = axes
+                need_int(dim, WHO, one, "a dim for each axis")
     return out
-
-
-def _axes_of(said: object, argument: str) -> Dims:
-    if isinstance(said, Mapping):
-        return dict(said)
-    if not isinstance(said, (str, tuple, list)):
-        raise wrong(WHO, argument, said, "the name of an axis, a tuple of names, or a dict of names to dims")
-    return dict.fromkeys((said,) if isinstance(said, str) else said)
 
 
 def dims_of(path: str, ndim: int, patterns: Mapping[str, Dims], argument: str) -> Dims:

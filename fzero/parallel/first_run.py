@@ -24,7 +24,7 @@ from fzero.comm.playing import playing
 from fzero.engine.alike import varies
 from fzero.parallel.check import apart, pull_back, ran, reads, watched
 from fzero.parallel.declared import Dims, Inputs, Planned
-from fzero.parallel.forms import REPLICATED, Called, form_of, set_forms
+from fzero.parallel.forms import REPLICATED, form_of, set_forms
 from fzero.parallel.played import NotFinite, is_proven, need_one_process
 from fzero.parallel.types import WHO, AxisTypeError, DryRun, place_of, tensors_in, type_of
 from fzero.state.sharded import Sharded
@@ -52,7 +52,7 @@ def check_first_run(step: Spec, params: Sharded, inputs: Sequence[object]) -> bo
         AxisTypeError: a map is missing or needless. The error names the leaf and the line.
     """
     try:
-        run = DryRun(frozenset(), check_first_run.__code__, Called, params.axis.tensor)
+        run = DryRun(frozenset(), check_first_run.__code__, params.axis.tensor)
         return _first_run(step, params, inputs, run)
     except AxisTypeError:
         raise
@@ -86,13 +86,13 @@ def _first_run(step: Spec, params: Sharded, inputs: Sequence[object], run: DryRu
             leaves = Inputs(step.fn, (tree, *inputs), {}, "", False, planned, differentiated)
             cut_inputs = getattr(step.fn, "cut_inputs", None)  # those of most are the same on all ranks
             for i, dim in cut_inputs(inputs).items() if cut_inputs else ():
-                i += len(planned.given)
+                i += len(planned.rows)
                 leaves.leaves[i] = replace(leaves.leaves[i], dims={over.name: dim})
             typed = leaves.typed()
-            for given, leaf in zip(planned.given, pytree.flatten(typed[0])[0], strict=True):
-                if given.slices is not None:
-                    run.note_sizes(over, given.slices.sizes(over.size))
-                    if len(given.slices.parts) > 1:  # no piece, but one of each part
+            for row, leaf in zip(planned.rows, pytree.flatten(typed[0])[0], strict=True):
+                if row.slices is not None:
+                    run.note_sizes(over, row.slices.sizes(over.size))
+                    if len(row.slices.parts) > 1:  # no piece, but one of each part
                         set_forms(leaf, {})
         out, outputs, learns = None, None, False
         with watched(run) as watch, divergence.silent():

@@ -10,17 +10,19 @@ of it that is not linear gives no summand of what it gives of the sum.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from fzero.base import private
+from fzero.base.context import during
 from fzero.base.places import Place
 from fzero.comm import pieces
 from fzero.comm.axis import Axis
-from fzero.parallel import maps, rules
+from fzero.comm.playing import playing
+from fzero.parallel import rules
 from fzero.parallel.cuts import Mixed
 from fzero.parallel.own_size import SHAPED, SIZES, own_sizes, own_sizes_in
 from fzero.parallel.types import (
@@ -29,7 +31,6 @@ from fzero.parallel.types import (
     AxisTypeError,
     Conversion,
     DryRun,
-    Run,
     Type,
     caller,
     is_typed,
@@ -45,6 +46,7 @@ from fzero.table.handle import Function, Named, Operands, name_of, writes
 from fzero.table.placements import Cut, Mark, notes, reads
 
 REPLICATED, PARTIAL = "replicated", "partial"
+Map = Callable[[torch.Tensor], torch.Tensor]
 Form = int | str | None  # the dim of a piece, one of these words, or unknown
 _FORMS = "_fzero_forms"  # of a tensor, as its type
 
@@ -124,7 +126,7 @@ class Forms(TorchFunctionMode):
         if func in SIZES:
             return self._sizes(func, args, kwargs or {}, caller())
         kwargs = kwargs or {}
-        in_place = _in_place(func, kwargs)
+        in_place = writes(func, kwargs) or name_of(func).startswith("__i")
         plain = _out_of_place(func, kwargs) if in_place else func
         operands = tensors_in((args, dict(kwargs)))
         axes = frozenset[str]().union(*map(_axes_of, operands)) - self._run.ignored
@@ -158,7 +160,7 @@ class Forms(TorchFunctionMode):
         out: object,
     ) -> Form:
         """The form on an axis of what a function makes of operands, of these forms; of all that it makes."""
-        if {*forms} == {REPLICATED} or (rules.is_as_large(func) and PARTIAL in forms):
+        if {*forms} == {REPLICATED} or (func in rules.AS_LARGE and PARTIAL in forms):
             return REPLICATED
         cuts = {id(x): _cut(x, form) for x, form in zip(operands, forms, strict=True)}
         try:
@@ -178,7 +180,7 @@ class Forms(TorchFunctionMode):
     ) -> None:
         """Refuses what is not known to be right of partial values, at once where no values will tell."""
         run, partial = self._run, [x for x, form in zip(operands, forms, strict=True) if form == PARTIAL]
-        unknown = None in forms and rules.of_sums(func)  # which may be partial, too
+        unknown = None in forms and func in rules.RULES and rules.RULES[func].sums  # which may be partial, too
         if run.pulls_back or (run.doubts and not run.automatic) or not partial or unknown:
             return
         if torch.is_grad_enabled() and partial[0].requires_grad and any(x.requires_grad for x in tensors_in(out)):
@@ -193,10 +195,6 @@ class Forms(TorchFunctionMode):
             if not run.automatic:
                 raise error
             run.unlikely.append(error)
-
-
-def _in_place(func: Function, kwargs: Named) -> bool:
-    return writes(func, kwargs) or name_of(func).startswith("__i")
 
 
 def _out_of_place(func: Function, kwargs: Mapping[str, object]) -> Function | None:
@@ -230,66 +228,54 @@ KINDS = {
 _ADDING = {"sum": "added up", "reduce_scatter": "added up", "gather": "joined", GATHER_OWN: "joined"}
 
 
-class _Part:
-    """What a map sends, taken apart."""
+class _Wire:
+    """Stands for the other ranks, of which each has what this one has: takes what is sent to them, and counts it."""
 
-    def __init__(self, send: Run) -> None:
-        self._send, self._function = send, getattr(send, "func", send)
-        self._args: tuple[Any, ...] = getattr(send, "args", ())
-        self._cuts = self._function in (maps._cut, maps._joined, maps._scattered)
+    def __init__(self, rank: int) -> None:
+        self._rank, self.messages, self.sent = rank, 0, 0
 
-    @property
-    def sizes(self) -> Sequence[int] | None:
-        """Those of the pieces that it cuts or joins."""
-        return self._args[2] if self._cuts else None
+    def size(self, _: str, own: int) -> int:
+        return own
 
-    @property
-    def dims(self) -> Sequence[int]:
-        """The dims that it cuts or joins along."""
-        if self._function is maps._exchanged:
-            return self._args[1:3]
-        return self._args[1:2] if self._cuts or self._function is maps._padded else ()
+    def rank(self, _: str, own: int) -> int:
+        return own
 
-    def run(self, ax: Axis, x: torch.Tensor) -> tuple[torch.Tensor, int, int]:
-        """What it makes if all ranks have what this one has, the exchanges, and the bytes that this rank sends."""
-        others, whole, args = ax.size - 1, x.numel() * x.element_size(), self._args
-        match self._function:
-            case maps._total:
-                own = pieces.balanced(x.numel(), ax.size)[ax.rank] * x.element_size()
-                in_pieces = ax.size > 2 and x.numel() >= pieces.SMALL
-                messages, sent = (2, whole - own + others * own) if in_pieces else (1, others * whole)
-                out = x * ax.size
-            case maps._joined:
-                out, messages, sent = _stretched(x, args[1], pieces.starts(args[2])[-1]), 1, others * whole
-            case maps._scattered:
-                own = maps._cut(ax, args[1], args[2], x)
-                out, messages, sent = own * ax.size, 1, whole - own.numel() * own.element_size()
-            case maps._exchanged:
-                own = maps._cut(ax, args[1], args[3], x)
-                out = _stretched(own, args[2], pieces.starts(args[4])[-1])
-                messages, sent = 1, whole - own.numel() * own.element_size()
-            case maps._shifted:
-                out, messages, sent = x.clone(), 1, whole if args[1] % ax.size else 0
-            case _:
-                out, messages, sent = self._send(x).clone(), 0, 0
-        return (out, messages, sent) if others else (out, 0, 0)
+    def exchange(self, axis: str, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor], tag: object) -> None:
+        self.messages += 1
+        self.sent += sum([x.nbytes for rank, x in enumerate(send) if rank != self._rank])
+        flat = max(send[self._rank], *send, key=torch.Tensor.numel).reshape(-1)
+        for target in receive if flat.numel() and not private.is_fake(flat) else ():
+            target.copy_(flat[torch.arange(target.numel(), device=flat.device) % flat.numel()].view(target.shape))
 
 
-def _stretched(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-    """A tensor over and over along a dim."""
-    if not x.shape[dim]:
-        return x.new_zeros((*x.shape[:dim], size, *x.shape[dim + 1 :]))
-    return x.index_select(dim, torch.arange(size, device=x.device) % x.shape[dim])
+def typed(
+    run: DryRun, name: str, ax: Axis, there: Map, back: Map, dims: Sequence[int], sizes: Sequence[int] | None
+) -> tuple[Map, Map]:
+    """A map along dims, into pieces of sizes, and its transpose, that check types and send nothing."""
+    if run.checked(ax) == {ax.name}:
+        run.axes[ax.name] = ax.size
+    told, run.told = run.told, []
+    call = functools.partial(_Called, run, name, ax, run.where(), dims, sizes)
+    return call(there, False, told), call(back, True, [])
 
 
-class Called:
+class _Called:
     """A map as one line calls it, or its transpose: checks what it is given, and sends nothing."""
 
     def __init__(
-        self, run: DryRun, name: str, ax: Axis, place: Place, send: Run, transposed: bool, told: list[int]
+        self,
+        run: DryRun,
+        name: str,
+        ax: Axis,
+        place: Place,
+        dims: Sequence[int],
+        sizes: Sequence[int] | None,
+        send: Map,
+        transposed: bool,
+        told: list[int],
     ) -> None:
-        self.run, self.name, self.ax, self.place, self.part = run, name, ax, place, _Part(send)
-        self.transposed, self.told = transposed, told
+        self.run, self.name, self.ax, self.place, self.dims = run, name, ax, place, dims
+        self.sizes, self.send, self.transposed, self.told = sizes, send, transposed, told
         self.takes, self.gives = reversed(KINDS[name]) if transposed else KINDS[name]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -303,14 +289,16 @@ class Called:
             self.run.doubt(f"fz.parallel.{self.name}")
             if self.name in _ADDING and REPLICATED in [form_of(x, axis) for axis in axes]:
                 self.run.unlikely.append(AxisTypeError(self._refusal(min(axes), own, "replicated"), self.place))
-        if self.part.sizes is not None:
-            self.run.note_sizes(self.ax, self.part.sizes)
-        with torch.no_grad(), private.under_function_modes(()):
-            out, messages, sent = self.part.run(self.ax, x)
+        if self.sizes is not None:
+            self.run.note_sizes(self.ax, self.sizes)
+        wire = _Wire(self.ax.rank)
+        with torch.no_grad(), private.under_function_modes(()), during(playing, wire), during(pieces.graph, None):  # type: ignore[arg-type]
+            out = self.send(x)
+            out = out.clone() if out is x or out._is_view() else out  # which may be written to
         told, self.told = self.told if self.ax.size > 1 else [], []
         met = Conversion(
             *(self.name, self.ax.name, self.place, tuple(x.shape), self.transposed),
-            *(messages + len(told), sent + sum(told) * (self.ax.size - 1)),
+            *(wire.messages + len(told), wire.sent + sum(told) * (self.ax.size - 1)),
         )
         self.run.conversions.append(met)
         varying = own.varying | axes if self.gives == VARYING else own.varying - axes
@@ -323,12 +311,12 @@ class Called:
             return True
         if self.name in ("sum", "reduce_scatter"):
             return form == PARTIAL
-        return self.name != "ring_shift" and form == self.part.dims[-1]
+        return self.name != "ring_shift" and form == self.dims[-1]
 
     def _forms(self, x: torch.Tensor, axes: Axes) -> dict[str, Form]:
         """What the result is on each axis, as far as it is known."""
         forms = {axis: form_of(x, axis) for axis in type_of(x).varying}
-        moved = self.part.dims
+        moved = self.dims
         for axis, form in forms.items():
             if axis in axes or form in moved:
                 forms[axis] = None

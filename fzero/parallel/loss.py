@@ -13,9 +13,9 @@ from fzero.base.node import Op, Tensors, active, apply, first_order
 from fzero.base.pytree import is_real
 from fzero.comm import pieces
 from fzero.comm.axis import Axis
+from fzero.parallel import maps
 from fzero.parallel.axis import is_averaged, need_axis
 from fzero.parallel.forms import need_cut
-from fzero.parallel.maps import _own_sizes, gathered, summed
 
 CHUNK = 1 << 20  # logits that are computed with at once
 REDUCTIONS = ("none", "sum", "mean")
@@ -32,8 +32,8 @@ def cross_entropy(
 ) -> torch.Tensor:
     """Cross-entropy of logits whose vocabulary is cut over an axis. The logits are never gathered.
 
-    Ranks send each other three or four numbers per token, in one message, and nothing in the pullback. 16-bit logits
-    are computed in float32, which is also the dtype of the loss.
+    Ranks send each other three or four numbers per token, in one message, and in the pullback what `fz.parallel.gather`
+    does: nothing in a step. 16-bit logits are computed in float32, which is also the dtype of the loss.
 
     Args:
         logits: [..., this rank's slice of the vocabulary]. Slices are in rank order.
@@ -116,7 +116,7 @@ def weighted_mean(values: torch.Tensor, weights: torch.Tensor, ax: Axis | None) 
     need_cut(ax, who, {values: None, weights: None})
     values, weights = values.to(wide(values.dtype)), weights.to(wide(values.dtype))
     sums = torch.stack([(values * weights).sum(), weights.sum()])
-    total, count = summed(sums, ax) if ax is not None else sums
+    total, count = maps.sum(sums, ax) if ax is not None else sums
     if means.get()[0]:
         return total / count
     nothing = count == 0  # which has no weight in the step's mean: it is NaN, but its derivative is zero
@@ -170,7 +170,7 @@ def joined_loss(
     reduction: str,
 ) -> torch.Tensor:
     """The loss of what all ranks contribute."""
-    ranks = gathered(parts[None], ax, 0, [1] * ax.size) if ax is not None else parts[None]
+    ranks = maps.gather(parts[None], ax, 0, [1] * ax.size) if ax is not None else parts[None]
     tops = ranks[:, 0].detach()
     top = tops.amax(0)
     normalizer = top + (ranks[:, 1] * (tops - top).exp()).sum(0).log()
@@ -274,7 +274,7 @@ def slice_of(x: torch.Tensor, dim: int, ax: Axis | None, sizes: Sequence[int] | 
     """The number of the vocabulary that this rank's slice begins with, and the size of all slices together."""
     if ax is None:
         return 0, x.shape[dim]
-    starts = pieces.starts(_own_sizes(x, ax, dim, sizes, who))
+    starts = pieces.starts(maps._own_sizes(x, ax, dim, sizes, who))
     return starts[ax.rank], starts[-1]
 
 

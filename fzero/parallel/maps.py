@@ -12,7 +12,7 @@ maps have the transposes of that: a sum is its own.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -25,12 +25,11 @@ from fzero.comm.linear import linear
 from fzero.comm.playing import playing
 from fzero.engine.compiled import leave_out
 from fzero.parallel.axis import is_averaged, need_axis, need_dim
+from fzero.parallel.forms import Map, typed
 from fzero.parallel.types import MOST_DIMS, running
 from fzero.parallel.varying import unseen
 from fzero.parallel.watched import GATHER_OWN, mapped, need_mappable, note_copy
-from fzero.table.placements import Cut
 
-Map = Callable[[torch.Tensor], torch.Tensor]
 Sizes = Sequence[int]
 
 
@@ -57,7 +56,7 @@ def copy(x: torch.Tensor, ax: Axis) -> torch.Tensor:
     if is_averaged(ax):
         return x.clone()
     note_copy("copy", ax)
-    return _map("copy", x, ax, torch.clone if running.get() is None else _same, functools.partial(_total, ax))
+    return _map("copy", x, ax, torch.clone, functools.partial(_total, ax))
 
 
 def shared(x: torch.Tensor, ax: Axis) -> torch.Tensor:
@@ -84,15 +83,10 @@ def sum(x: torch.Tensor, ax: Axis) -> torch.Tensor:
         ... )
         [[3.0, 3.0], [3.0, 3.0], [3.0, 3.0]]
     """
-    return summed(x, ax, _held)
-
-
-def summed(x: torch.Tensor, ax: Axis, around: Callable[[str, Axis, Map], Map] | None = None) -> torch.Tensor:
-    """The sum of who knows that cotangents are the same; otherwise `around` its pullback."""
     _need_tensor(x, "sum")
     need_axis(ax, "sum")
     total = functools.partial(_total, ax)
-    return _map("sum", x, ax, total, total if is_averaged(ax) else around("sum", ax, _same) if around else _same)
+    return _map("sum", x, ax, total, total if is_averaged(ax) else _held("sum", ax, _same))
 
 
 def gather(x: torch.Tensor, ax: Axis, dim: int, sizes: Sizes | None = None, own: bool = False) -> torch.Tensor:
@@ -116,24 +110,14 @@ def gather(x: torch.Tensor, ax: Axis, dim: int, sizes: Sizes | None = None, own:
         >>> fz.testing.run_ranks(rank_main, 2)
         [[0, 1, 1], [0, 1, 1]]
     """
-    if own:
-        note_copy("gather", need_axis(ax, "gather"))
-    return gathered(x, ax, dim, sizes, own, _held)
-
-
-def gathered(
-    x: torch.Tensor, ax: Axis, dim: int, sizes: Sizes | None = None, own: bool = False,
-    around: Callable[[str, Axis, Map], Map] | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """The tensors of who knows that cotangents are the same; otherwise `around` its pullback."""
     dim = _need_dim(x, ax, dim, "gather")
-    sizes = _own_sizes(x, ax, dim, sizes, "gather")
-    own = own and not is_averaged(ax)  # where it is so anyway
-    there, back = _joined, _scattered if own or is_averaged(ax) else _cut
-    name = GATHER_OWN if own else "gather"
-    there, back = [functools.partial(each, ax, dim, sizes) for each in (there, back)]
-    back = around("gather", ax, back) if around and not own and not is_averaged(ax) else back
-    return _map(name, x, ax, there, back, joins=dim)
+    if own:
+        note_copy("gather", ax)
+    sizes, averaged = _own_sizes(x, ax, dim, sizes, "gather"), is_averaged(ax)
+    there, cut, scattered = [functools.partial(each, ax, dim, sizes) for each in (_joined, _cut, _scattered)]
+    back = scattered if own or averaged else _held("gather", ax, cut)
+    name = GATHER_OWN if own and not averaged else "gather"  # which is each rank's own there anyway
+    return _map(name, x, ax, there, back, (dim,), sizes)
 
 
 def split(x: torch.Tensor, ax: Axis, dim: int, sizes: Sizes | None = None) -> torch.Tensor:
@@ -157,7 +141,7 @@ def split(x: torch.Tensor, ax: Axis, dim: int, sizes: Sizes | None = None) -> to
     sizes = _need_sizes(sizes, x, ax, dim, "split")
     back = _padded if is_averaged(ax) else _joined
     there, back = [functools.partial(each, ax, dim, sizes) for each in (_cut, back)]
-    return _map("split", x, ax, there, back, cuts=Cut(dim - x.ndim, (tuple(sizes),), ax.rank))
+    return _map("split", x, ax, there, back, (dim,), sizes)
 
 
 def reduce_scatter(x: torch.Tensor, ax: Axis, dim: int, sizes: Sizes | None = None) -> torch.Tensor:
@@ -178,7 +162,7 @@ def reduce_scatter(x: torch.Tensor, ax: Axis, dim: int, sizes: Sizes | None = No
     dim = _need_dim(x, ax, dim, "reduce_scatter")
     sizes = _need_sizes(sizes, x, ax, dim, "reduce_scatter")
     there, back = [functools.partial(each, ax, dim, sizes) for each in (_scattered, _joined)]
-    return _map("reduce_scatter", x, ax, there, back, cuts=Cut(dim - x.ndim, (tuple(sizes),), ax.rank))
+    return _map("reduce_scatter", x, ax, there, back, (dim,), sizes)
 
 
 def all_to_all(
@@ -208,7 +192,7 @@ def all_to_all(
     joined = _own_sizes(x, ax, join, concat_sizes, "all_to_all")
     sizes = _need_sizes(sizes, x, ax, cut, "all_to_all")
     there = functools.partial(_exchanged, ax, cut, join, sizes, joined)
-    return _map("all_to_all", x, ax, there, functools.partial(_exchanged, ax, join, cut, joined, sizes))
+    return _map("all_to_all", x, ax, there, functools.partial(_exchanged, ax, join, cut, joined, sizes), (cut, join))
 
 
 def ring_shift(x: torch.Tensor, ax: Axis, by: int = 1) -> torch.Tensor:
@@ -235,20 +219,20 @@ def ring_shift(x: torch.Tensor, ax: Axis, by: int = 1) -> torch.Tensor:
 
 
 def _map(
-    name: str, x: torch.Tensor, ax: Axis, there: Map, back: Map, joins: int | None = None, cuts: Cut | None = None
+    name: str, x: torch.Tensor, ax: Axis, there: Map, back: Map, dims: Sequence[int] = (), sizes: Sizes | None = None
 ) -> torch.Tensor:
     """Applies a linear map, which every derivative goes through; `back` is its transpose.
 
     Args:
-        joins: the dim that it joins ranks' tensors along.
-        cuts: how its result is cut.
+        dims: that it cuts or joins ranks' tensors along.
+        sizes: of the pieces, where all are those of one tensor.
     """
-    need_mappable(name, ax, x, joins)
+    need_mappable(name, ax, x, dims)
     if (run := running.get()) is not None:
-        there, back = run.typed(name, ax, there, back)
+        there, back = typed(run, name, ax, there, back, dims, sizes)
     with unseen():
         out = linear(there, back, x) if pytree.is_real(x) or private.is_wrapper(x) else there(x)
-    return mapped(name, ax, x, out, cuts)
+    return mapped(name, ax, x, out, dims, sizes)
 
 
 leave_out(__name__, "_map")

@@ -75,7 +75,7 @@ def playable(inputs: Inputs, met: Mapping[str, int], ignored: Axes) -> dict[str,
         axis
         for each in inputs.leaves
         for axis, dim in each.dims.items()
-        if dim is None or (each.given is not None and axis != (over and over.name))
+        if dim is None or (each.row is not None and axis != (over and over.name))
     }
     out = {axis: size for axis, size in axes.items() if axis not in unknown and size > 1}
     on_cpu = all(each.leaf.device.type == "cpu" for each in inputs.leaves if isinstance(each.leaf, torch.Tensor))
@@ -93,63 +93,139 @@ def need_one_process(
     Raises:
         AxisTypeError: outputs, or the gradients of inputs, are not those of one process.
     """
-    wholes = [_whole(inputs, each, sizes) for each in inputs.leaves]
     try:
-        _compare(fn, inputs, [_widened(x) for x in wholes], outputs, sizes, draws, wide=True)
+        _Comparison(fn, inputs, outputs, sizes, wide=True).run(draws)
     except (AxisTypeError, NotFinite):
         raise
     except Exception:  # it takes no float64, as where it multiplies by a table in float32
-        _compare(fn, inputs, wholes, outputs, sizes, draws, wide=False)
+        _Comparison(fn, inputs, outputs, sizes, wide=False).run(draws)
 
 
-def _compare(
-    fn: Callable[..., object],
-    inputs: Inputs,
-    wholes: Sequence[object],
-    outputs: Mapping[str, Dims],
-    sizes: Mapping[str, int],
-    draws: bool,
-    wide: bool,
-) -> None:
-    """See `need_one_process`.
+class _Comparison:
+    """A function on the ranks of some axes beside itself on one rank.
 
     Args:
         wide: in float64, also where the function goes to fewer bits: a small term is far away then, too.
     """
-    try:
-        (expected,) = play({}, functools.partial(_run, fn, inputs, wholes, outputs, {}, None, wide))
-    except Exception as error:
-        error.add_note(
-            f"fz.{WHO}(values=True) runs the function on axes of one rank, too, where it is given whole inputs: let it "
-            "read ax.size and ax.rank itself, inside; or leave values out."
-        )
-        raise
-    found = [*expected.grads.values(), *[x for x in expected.outputs.values() if x.isnan().any()]]
-    if not all([bool(x.isfinite().all()) for x in found]):
-        raise NotFinite(f"{WHO}: on one process the function gives NaN, or gradients that are not finite")
-    shapes = {path: x.shape for path, x in expected.outputs.items()}
-    try:
-        runs = play(sizes, functools.partial(_run, fn, inputs, wholes, outputs, sizes, shapes, wide))
-    except Parted as error:
-        axes = ", ".join(f"axis {axis!r} ({size} of them)" for axis, size in sizes.items())
-        raise AxisTypeError(f"{WHO}: played on ranks of {axes}, {error}. {_ADVICE}") from None
-    hint, by_path = _DRAWS if draws else "", {each.path: each for each in inputs.leaves}
-    dtypes = [x.dtype for x in (*expected.outputs.values(), *expected.grads.values())]
-    dtypes += [] if wide else [torch.float32, *inputs.dtypes]  # some models compute parts of themselves in float32
-    eps = max([torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point], default=0.0)
-    eps = max(eps, *[run.eps for run in (expected, *runs)])
-    largest = max([_most(x) for x in expected.grads.values()], default=0.0)
-    places = [dict(zip(sizes, place, strict=True)) for place in itertools.product(*map(range, sizes.values()))]
-    for place, run in zip(places, runs, strict=True):
-        for path, want in expected.outputs.items():
-            said = dims_of(path, want.ndim, outputs, "outputs")
-            if not any(dim is None for axis, dim in said.items() if axis in sizes):
-                own, name = _piece(want, said, place, sizes), f"output {path!r}" if path else "the output"
-                _need_same(name, run.outputs.get(path), own, _bound(eps, want), place, hint)
-    for place, run in zip(places, runs, strict=True):
-        for path, want in expected.grads.items():
-            own, name = _cut(inputs, by_path[path], place, sizes, want), f"the cotangent of {path!r}"
-            _need_same(name, run.grads.get(path), own, _bound(eps, want, largest), place, hint)
+
+    def __init__(
+        self,
+        fn: Callable[..., object],
+        inputs: Inputs,
+        outputs: Mapping[str, Dims],
+        sizes: Mapping[str, int],
+        wide: bool,
+    ) -> None:
+        self._fn, self._inputs, self._outputs, self._sizes, self._wide = fn, inputs, outputs, sizes, wide
+        self._over = inputs.planned.over if inputs.planned is not None else None
+        self._wholes = [self._whole(each) for each in inputs.leaves]
+
+    def run(self, draws: bool) -> None:
+        """See `need_one_process`."""
+        try:
+            (expected,) = play({}, functools.partial(self._on_rank, None))
+        except Exception as error:
+            error.add_note(
+                f"fz.{WHO}(values=True) runs the function on axes of one rank, too, where it is given whole inputs: "
+                "let it read ax.size and ax.rank itself, inside; or leave values out."
+            )
+            raise
+        found = [*expected.grads.values(), *[x for x in expected.outputs.values() if x.isnan().any()]]
+        if not all([bool(x.isfinite().all()) for x in found]):
+            raise NotFinite(f"{WHO}: on one process the function gives NaN, or gradients that are not finite")
+        shapes = {path: x.shape for path, x in expected.outputs.items()}
+        try:
+            runs = play(self._sizes, functools.partial(self._on_rank, shapes))
+        except Parted as error:
+            axes = ", ".join(f"axis {axis!r} ({size} of them)" for axis, size in self._sizes.items())
+            raise AxisTypeError(f"{WHO}: played on ranks of {axes}, {error}. {_ADVICE}") from None
+        hint, by_path = _DRAWS if draws else "", {each.path: each for each in self._inputs.leaves}
+        dtypes = [x.dtype for x in (*expected.outputs.values(), *expected.grads.values())]
+        # some models compute parts of themselves in float32
+        dtypes += [] if self._wide else [torch.float32, *self._inputs.dtypes]
+        eps = max([torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point], default=0.0)
+        eps = max(eps, *[run.eps for run in (expected, *runs)])
+        largest = max([_most(x) for x in expected.grads.values()], default=0.0)
+        numbers = itertools.product(*map(range, self._sizes.values()))
+        pairs = [(dict(zip(self._sizes, number, strict=True)), run) for number, run in zip(numbers, runs, strict=True)]
+        for place, run in pairs:
+            for path, want in expected.outputs.items():
+                said = dims_of(path, want.ndim, self._outputs, "outputs")
+                if not any(dim is None for axis, dim in said.items() if axis in self._sizes):
+                    own, name = self._piece(want, said, place), f"output {path!r}" if path else "the output"
+                    _need_same(name, run.outputs.get(path), own, _bound(eps, want), place, hint)
+        for place, run in pairs:
+            for path, want in expected.grads.items():
+                own, name = self._cut(by_path[path], place, want), f"the cotangent of {path!r}"
+                _need_same(name, run.grads.get(path), own, _bound(eps, want, largest), place, hint)
+
+    # ---- inputs: whole ones, and each rank's pieces, where it has a place
+
+    def _whole(self, each: Input) -> object:
+        """The whole of an input; what other ranks have of it is made up of this rank's piece, unless it is a leaf."""
+        if each.row is not None:
+            assert self._inputs.planned is not None
+            out = self._inputs.planned.whole(each.index)
+        elif not isinstance(each.leaf, torch.Tensor):
+            return each.leaf
+        else:
+            out = each.leaf.detach()
+            for axis, dim in each.dims.items():
+                if axis in self._sizes and dim is not None:
+                    out = torch.cat([_other(out, number) for number in range(self._sizes[axis])], dim)
+        return out.to(wide_dtype(out.dtype)) if self._wide else out
+
+    def _cut(self, each: Input, place: Place, x: torch.Tensor) -> torch.Tensor:
+        """A rank's piece of an input, or of its gradient."""
+        if each.row is None or each.row.slices is None:
+            return self._piece(x, each.dims, place)
+        if self._over is None or self._over.name not in place:
+            return x
+        name = self._over.name
+        return sliced.cut(each.row.slices, place[name], self._sizes[name], x)
+
+    def _piece(self, x: torch.Tensor, dims: Dims, place: Place) -> torch.Tensor:
+        for axis, dim in dims.items():
+            if axis in place and dim is not None:
+                x = x.tensor_split(self._sizes[axis], dim)[place[axis]]
+        return x
+
+    # ---- one rank
+
+    def _on_rank(self, shapes: Mapping[str, torch.Size] | None, place: Place) -> Run:
+        """The outputs and gradients of one rank.
+
+        Args:
+            shapes: of the whole outputs; None where this is the one rank that has them.
+        """
+        inputs, tracked, width = self._inputs, dict[str, torch.Tensor](), Wide()
+        with during(own_copies, {}), torch.enable_grad(), seeded(0), width if self._wide else contextlib.nullcontext():
+            given: list[Any] = []
+            for each, x in zip(inputs.leaves, self._wholes, strict=True):
+                if isinstance(x, torch.Tensor):
+                    x = self._cut(each, place, x).clone()
+                    if each.path in inputs.tracked:
+                        x = tracked[each.path] = x.requires_grad_()
+                        x = x.clone()  # which may be written to
+                given.append(x)
+            args, planned = inputs.arguments(given), inputs.planned
+            if planned is not None and self._over is not None:
+                name = self._over.name
+                planned = planned.on(place.get(name, 0), self._sizes[name] if name in place else 1)
+            with planned.running(args[0]) if planned is not None else contextlib.nullcontext():
+                out = self._fn(*args)
+            paths, leaves, _ = pytree.named_leaves(out)
+            found = {path: x for path, x in zip(paths, leaves, strict=True) if isinstance(x, torch.Tensor)}
+            pulled = {id(x) for x in tensors_in(planned.outputs(out) if planned is not None else out)}
+            pairs = []
+            for path, x in found.items():
+                if id(x) in pulled and x.requires_grad:
+                    said = dims_of(path, x.ndim, self._outputs, "outputs")
+                    own = x.shape if shapes is None else shapes.get(path, x.shape)
+                    cotangent = self._piece(_numbers(own, x), said, place)
+                    unknown = any(dim is None for dim in said.values()) or cotangent.shape != x.shape
+                    pairs.append((x, torch.zeros_like(x) if unknown else cotangent))
+            return Run({path: x.detach() for path, x in found.items()}, _grads(pairs, tracked), width.eps)
 
 
 _ADVICE = (
@@ -160,96 +236,10 @@ _ADVICE = (
 _DRAWS = " The function also draws random numbers, which are others for a piece than for the whole: take dropout out."
 
 
-# ---- inputs: whole ones, and each rank's pieces
-
-
-def _whole(inputs: Inputs, each: Input, sizes: Mapping[str, int]) -> object:
-    """The whole of an input; what other ranks have of it is made up of this rank's piece, unless it is a leaf."""
-    if each.given is not None:
-        assert inputs.planned is not None
-        return inputs.planned.whole(each.index)
-    if not isinstance(each.leaf, torch.Tensor):
-        return each.leaf
-    out = each.leaf.detach()
-    for axis, dim in each.dims.items():
-        if axis in sizes and dim is not None:
-            out = torch.cat([_other(out, number) for number in range(sizes[axis])], dim)
-    return out
-
-
 def _other(x: torch.Tensor, number: int) -> torch.Tensor:
     """Values like those of a tensor, in another order."""
     moved = x.roll(number)
     return moved * (1 + number / 8) if x.is_floating_point() else moved
-
-
-def _cut(inputs: Inputs, each: Input, place: Place, sizes: Mapping[str, int], x: torch.Tensor) -> torch.Tensor:
-    """A rank's piece of an input, or of its gradient."""
-    over = inputs.planned.over if inputs.planned is not None else None
-    if each.given is None or each.given.slices is None:
-        return _piece(x, each.dims, place, sizes)
-    if over is None or over.name not in sizes:
-        return x
-    return sliced.cut(each.given.slices, place[over.name], sizes[over.name], x)
-
-
-def _piece(x: torch.Tensor, dims: Dims, place: Place, sizes: Mapping[str, int]) -> torch.Tensor:
-    for axis, dim in dims.items():
-        if axis in sizes and dim is not None:
-            x = x.tensor_split(sizes[axis], dim)[place[axis]]
-    return x
-
-
-# ---- one rank
-
-
-def _run(
-    fn: Callable[..., object],
-    inputs: Inputs,
-    wholes: Sequence[object],
-    outputs: Mapping[str, Dims],
-    sizes: Mapping[str, int],
-    shapes: Mapping[str, torch.Size] | None,
-    wide: bool,
-    place: Place,
-) -> Run:
-    """The outputs and gradients of one rank.
-
-    Args:
-        shapes: of the whole outputs; None where this is the one rank that has them.
-    """
-    tracked, width = dict[str, torch.Tensor](), Wide()
-    with during(own_copies, {}), torch.enable_grad(), seeded(0), width if wide else contextlib.nullcontext():
-        given: list[Any] = []
-        for each, x in zip(inputs.leaves, wholes, strict=True):
-            if isinstance(x, torch.Tensor):
-                x = _cut(inputs, each, place, sizes, x).clone()
-                if each.path in inputs.tracked:
-                    x = tracked[each.path] = x.requires_grad_()
-                    x = x.clone()  # which may be written to
-            given.append(x)
-        args, planned = inputs.arguments(given), inputs.planned
-        if planned is not None and planned.over is not None:
-            name = planned.over.name
-            planned = planned.on(place.get(name, 0), sizes.get(name, 1))
-        with planned.running(args[0]) if planned is not None else contextlib.nullcontext():
-            out = fn(*args)
-        paths, leaves, _ = pytree.named_leaves(out)
-        found = {path: x for path, x in zip(paths, leaves, strict=True) if isinstance(x, torch.Tensor)}
-        pulled = {id(x) for x in tensors_in(planned.outputs(out) if planned is not None else out)}
-        pairs = []
-        for path, x in found.items():
-            if id(x) in pulled and x.requires_grad:
-                said = dims_of(path, x.ndim, outputs, "outputs")
-                own = x.shape if shapes is None else shapes.get(path, x.shape)
-                cotangent = _piece(_numbers(own, x), said, place, sizes)
-                unknown = any(dim is None for dim in said.values()) or cotangent.shape != x.shape
-                pairs.append((x, torch.zeros_like(x) if unknown else cotangent))
-        return Run({path: x.detach() for path, x in found.items()}, _grads(pairs, tracked), width.eps)
-
-
-def _widened(x: object) -> object:
-    return x.to(wide_dtype(x.dtype)) if isinstance(x, torch.Tensor) else x
 
 
 def _grads(

@@ -17,7 +17,6 @@ from fzero.comm.axis import Axis
 from fzero.parallel import blocks, maps
 from fzero.parallel.attention import Attention, Plan, Shapes, Three, agreed, attended, floats, need_shapes
 from fzero.parallel.axis import need_axis
-from fzero.parallel.packed import packed, unpacked
 from fzero.parallel.visible import Visible, options_of, visible
 
 Span = tuple[int, int]  # the places of tokens in the whole sequence: the first, and the one behind the last
@@ -291,7 +290,7 @@ class RingPlan:
         distances = [by for by in range(1, len(self.lengths)) if any(map(self._seen, *self._around(by)))]
         if not distances:
             return
-        own, kinds = packed((k, v)), [(x.shape[1], x.shape[3]) for x in (k, v)]
+        own, kinds = torch.cat([k, v], 3), [k.shape[3], v.shape[3]]
         ahead = self._start(own, distances[0])
         try:
             for number, by in enumerate(distances):
@@ -301,7 +300,7 @@ class RingPlan:
                     ahead = self._start(own, distances[number + 1])
                 target = (self.rank + by) % len(self.lengths)
                 seen, shown = self._seen(self.rank, source), self._seen(target, self.rank)
-                yield Arrival(source, target, seen, shown, *unpacked(buffers[source], kinds))
+                yield Arrival(source, target, seen, shown, *buffers[source].split(kinds, 3))
         finally:
             ahead()  # also where an error ends this: what is under way would meet a later message
 
@@ -320,26 +319,27 @@ class RingPlan:
         assert self.ax is not None
         source, target = (self.rank - by) % self.ax.size, (self.rank + by) % self.ax.size
         count = self.lengths[source] if self._seen(self.rank, source) else 0
-        empty = own[:0]
+        empty = own[:, :, :0]
         shown = own if self._seen(target, self.rank) else empty
         send = [shown if rank == target else empty for rank in range(self.ax.size)]
-        shapes = [(count if rank == source else 0, *own.shape[1:]) for rank in range(self.ax.size)]
-        tag = f"parallel.ring by {by} of {list(self.lengths)} tokens of {tuple(own.shape[1:])}"
+        b, heads, _, d = own.shape
+        shapes = [(b, heads, count if rank == source else 0, d) for rank in range(self.ax.size)]
+        tag = f"parallel.ring by {by} of {list(self.lengths)} tokens of {(b, heads, d)}"
         return pieces.begin(self.ax, send, shapes, tag)
 
     def _return(self, block: Arrival, grads: Sequence[torch.Tensor], own: Sequence[torch.Tensor]) -> None:
         """Sends the cotangents of a block back to its rank, and adds those that come for this rank's own."""
         assert self.ax is not None
-        buffer = packed(grads)
-        empty = buffer[:0]
+        buffer = torch.cat([*grads], 3)
+        empty, (b, heads, _, d) = buffer[:, :, :0], buffer.shape
         send = [buffer if rank == block.source and block.seen else empty for rank in range(self.ax.size)]
         count = self.lengths[self.rank] if block.shown else 0
-        shapes = [(count if rank == block.target else 0, *buffer.shape[1:]) for rank in range(self.ax.size)]
+        shapes = [(b, heads, count if rank == block.target else 0, d) for rank in range(self.ax.size)]
         by = (self.rank - block.source) % self.ax.size
-        tag = f"parallel.ring back by {by} of {list(self.lengths)} tokens of {tuple(buffer.shape[1:])}"
+        tag = f"parallel.ring back by {by} of {list(self.lengths)} tokens of {(b, heads, d)}"
         arrived = pieces.exchange(self.ax, send, shapes, tag)[block.target]
         if block.shown:
-            for total, x in zip(own, unpacked(arrived, [(x.shape[1], x.shape[3]) for x in grads]), strict=True):
+            for total, x in zip(own, arrived.split([x.shape[3] for x in grads], 3), strict=True):
                 total.add_(x)
 
     def _pairs(self, block: Arrival) -> Iterator[tuple[slice, slice, blocks.Seen]]:

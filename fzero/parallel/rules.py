@@ -36,7 +36,7 @@ def cut_behind(
         Mixed: elements of slices of several ranks would be needed, or nothing is known of what it does along that dim.
     """
     first: Any = out[0] if isinstance(out, (tuple, list)) and out else out
-    rule = _RULES.get(func)
+    rule = RULES.get(func)
     if rule is None or not (first is None or isinstance(first, torch.Tensor)):
         raise Mixed  # numbers of a slice
     call = rule.call(func, args, kwargs, first, cut_of)
@@ -78,17 +78,8 @@ def _behind_partial(rule: Rule, call: Call, out: object) -> Cut:
     return PARTIAL
 
 
-def of_sums(func: Function) -> str:
-    """What an operation makes of parts of sums: one of the words below."""
-    return _RULES[func].sums if func in _RULES else ""
-
-
-def is_as_large(func: Function) -> bool:
-    """Tells whether an operation takes nothing of its operand but the shape, and gives all ranks the same values."""
-    return func in _AS_LARGE
-
-
-_AS_LARGE = set(named("zeros_like ones_like empty_like full_like", torch))
+# what takes nothing of its operand but the shape, and gives all ranks the same values
+AS_LARGE = set(named("zeros_like ones_like empty_like full_like", torch))
 _DROPOUT = set(named("dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout", F))
 _RANDOM = {
     *(torch.dropout, F.scaled_dot_product_attention, F.rrelu, F.gumbel_softmax),
@@ -201,7 +192,7 @@ def _get(name: str) -> Function:
     return getattr(torch.Tensor, name).__get__
 
 
-_RULES: dict[object, Rule] = {
+RULES: dict[object, Rule] = {
     **_ELEMENTWISE,
     **_rows(
         "bernoulli_ add_ mul_ sub_ div_ relu_ silu_ copy_ fill_ zero_ clamp_ exp_ tanh_ sigmoid_ "

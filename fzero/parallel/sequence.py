@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,11 +9,10 @@ import torch
 
 from fzero.base import pytree
 from fzero.base.arguments import need_str, wrong
-from fzero.comm import pieces
 from fzero.comm.axis import Axis
 from fzero.parallel import maps
 from fzero.parallel.axis import need_axis, need_dim
-from fzero.parallel.ring import ORDERS, Span, spans_of
+from fzero.parallel.ring import ORDERS
 from fzero.parallel.visible import options_of
 
 WHO = "parallel.shard_sequence"
@@ -71,37 +69,32 @@ def shard_sequence(
     documents = options_of(WHO, documents=batch.get(DOCUMENTS)).documents
     if documents is not None and documents[-1] != total:
         raise ValueError(f"{WHO}: got documents that end at {documents[-1]}, expected {total}, the number of tokens.")
-    starts = _starts(total, documents)
+    bounds = torch.tensor(documents or (0, total), dtype=torch.int64, device="cpu")
+    # where the document of each token begins
+    starts = bounds[torch.searchsorted(bounds, torch.arange(total, device="cpu"), right=True) - 1]
     if labels is not None and labels in whole:
         shifted = f"shift_{labels}"
         if shifted in whole:
             raise ValueError(f"{WHO}: got both {labels!r} and {shifted!r}, which is made of it. Give one of them.")
         whole[shifted] = _shifted(whole.pop(labels), dim, starts)
-    out = _cut(whole, axes, dim, spans_over(total, axes, order))
+    places = _places(total, axes, order)
+    out = _cut(whole, axes, dim, places)
     if POSITIONS not in whole:
         like = next(iter(pytree.leaves(whole)))
-        place = torch.arange(total, device=like.device)
-        positions = (place - starts.to(like.device)).expand(*lead, total)
-        out |= _cut({POSITIONS: positions}, axes, dim, spans_over(total, axes, order))
+        out[POSITIONS] = (places - starts[places]).to(like.device).repeat(*lead, 1)
     return {**out, DOCUMENTS: batch[DOCUMENTS]} if DOCUMENTS in batch else out
 
 
-def spans_over(total: int, axes: Sequence[Axis], order: str) -> list[Span]:
-    """The places of this rank's tokens: the first axis cuts in an order, the others what that leaves, in rank order."""
-    first, *others = axes
-    parts = pieces.balanced(total, 2 * first.size if order == "zigzag" else first.size)
-    lengths = [parts[rank] + parts[-1 - rank] for rank in range(first.size)] if order == "zigzag" else parts
-    spans = spans_of(lengths, order, WHO)[first.rank]
-    for ax in others:
-        sizes = pieces.balanced(sum([stop - start for start, stop in spans]), ax.size)
-        begin, end = pieces.starts(sizes)[ax.rank : ax.rank + 2]
-        lengths = pieces.starts([stop - start for start, stop in spans])
-        spans = [
-            (start + max(begin - before, 0), start + min(end, after) - before)
-            for (start, _), (before, after) in zip(spans, itertools.pairwise(lengths), strict=True)
-            if max(begin, before) < min(end, after)
-        ]
-    return spans
+def _places(total: int, axes: Sequence[Axis], order: str) -> torch.Tensor:
+    """Those of this rank's tokens: the first axis cuts in an order, the others what that leaves, in rank order."""
+    places = torch.arange(total, device="cpu")
+    for number, ax in enumerate(axes):
+        if order == "zigzag" and not number:
+            parts = places.tensor_split(2 * ax.size)
+            places = torch.cat([parts[ax.rank], parts[-1 - ax.rank]])
+        else:
+            places = places.tensor_split(ax.size)[ax.rank]
+    return places
 
 
 def _tokens(batch: Mapping[str, Any], dim: int) -> tuple[int, int, torch.Size]:
@@ -126,14 +119,6 @@ def _tokens(batch: Mapping[str, Any], dim: int) -> tuple[int, int, torch.Size]:
     return place, like.shape[place], like.shape[:place]
 
 
-def _starts(total: int, documents: Sequence[int] | None) -> torch.Tensor:
-    """Where the document of each token begins."""
-    starts = torch.zeros(total, dtype=torch.int64, device="cpu")
-    for start, stop in itertools.pairwise(documents or (0, total)):
-        starts[start:stop] = start
-    return starts
-
-
 def _shifted(labels: torch.Tensor, dim: int, starts: torch.Tensor) -> torch.Tensor:
     """The label of the next token, where there is one in the document."""
     signed = (torch.int8, torch.int16, torch.int32, torch.int64)
@@ -146,13 +131,12 @@ def _shifted(labels: torch.Tensor, dim: int, starts: torch.Tensor) -> torch.Tens
     return moved.masked_fill(last.to(labels.device).view(shape), IGNORED)
 
 
-def _cut(batch: dict[str, Any], axes: Sequence[Axis], dim: int, spans: Sequence[Span]) -> dict[str, Any]:
-    """The pieces of tensors; cotangents of whole ones are summed over the ranks."""
+def _cut(batch: dict[str, Any], axes: Sequence[Axis], dim: int, places: torch.Tensor) -> dict[str, Any]:
+    """The tokens of tensors at some places; cotangents of whole ones are summed over the ranks."""
 
     def cut(x: torch.Tensor) -> torch.Tensor:
         for ax in axes:
             x = maps.shared(x, ax)
-        parts = [x.narrow(dim, start, stop - start) for start, stop in spans]
-        return torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0)
+        return x.index_select(dim, places.to(x.device))
 
     return pytree.map(cut, batch)  # type: ignore[return-value]

@@ -31,7 +31,6 @@ from fzero.parallel.axis import is_averaged
 
 WHO = "parallel.check"
 Axes = frozenset[str]
-Run = Callable[[torch.Tensor], torch.Tensor]
 MOST_DIMS = 64  # that a tensor may have
 TOLD = 8 * (1 + MOST_DIMS)  # bytes of the sizes that ranks tell each other
 _ATTRIBUTE = "_fzero_type"  # of a tensor; a functorch level keeps the tensor that it wraps, and so this
@@ -95,7 +94,6 @@ class DryRun:
 
     Args:
         ignored: axes on which nothing is checked.
-        called: makes a map that sends nothing of one: `forms.Called`.
         over: the only one that is checked, also as a part of other ones; None for all.
 
     Attributes:
@@ -105,8 +103,8 @@ class DryRun:
         unlikely: what is wrong but by chance, of which values tell unless each rank returns its own.
     """
 
-    def __init__(self, ignored: Axes, until: CodeType, called: Callable[..., Run], over: Axis | None = None) -> None:
-        self.guessed, self._called = False, called
+    def __init__(self, ignored: Axes, until: CodeType, over: Axis | None = None) -> None:
+        self.guessed = False
         self.ignored, self.pulls_back, self._until, self._over = ignored, False, until, over
         self.automatic = over is not None
         self.doubts: list[tuple[Place, str]] = []
@@ -114,18 +112,10 @@ class DryRun:
         self.conversions: list[Conversion] = []
         self.axes: dict[str, int] = {}  # single ones that maps go over and that no mean is taken over, and their sizes
         self._sizes: dict[tuple[str, int], list[int]] = {}
-        self._told: list[int] = []  # bytes that ranks tell each other, of which the next conversion is said to be
+        self.told: list[int] = []  # bytes that ranks tell each other, of which the next conversion is said to be
 
     def where(self) -> Place:
         return place(self._until) if not self.pulls_back or is_users() else Place("", 0, "the pullback")
-
-    def typed(self, name: str, ax: Axis, there: Run, back: Run) -> tuple[Run, Run]:
-        """A map and its transpose that check types and send nothing."""
-        if self.checked(ax) == {ax.name}:
-            self.axes[ax.name] = ax.size
-        told, self._told = self._told, []
-        call = functools.partial(self._called, self, name, ax, self.where())
-        return call(there, False, told), call(back, True, [])
 
     def doubt(self, what: str) -> None:
         self.doubts.append((self.where(), what))
@@ -144,7 +134,7 @@ class DryRun:
 
     def sizes(self, ax: Axis, own: int) -> list[int]:
         """The sizes of a dim on all ranks: as something of this size was cut before, or else the same on all."""
-        self._told.append(TOLD)
+        self.told.append(TOLD)
         self.guessed = True
         return self._sizes.get((ax.name, own), [own] * ax.size)
 
@@ -210,7 +200,7 @@ class Watch(dispatch.TorchDispatchMode):
         need_silence(func)
         self.draws = self.draws or torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         operands = tensors_in((args, kwargs))
-        joined, error = self._joined(name, [] if _makes(name) else operands)
+        joined, error = self._joined(name, [] if _plain(name).startswith(_MAKING) else operands)
         try:
             out = _called(func, args, kwargs, operands)
         except RuntimeError as failed:
@@ -285,18 +275,13 @@ def _called(
     return func(*args, **kwargs)
 
 
+# what takes nothing of its operands but shapes
 _MAKING = ("new_", "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like")
 
 
 def _plain(name: str) -> str:
     """An operator's name without its namespace and overload."""
     return name.split(".")[1] if name.count(".") > 1 else name
-
-
-@functools.lru_cache(4096)
-def _makes(name: str) -> bool:
-    """Tells whether an operator takes nothing of its operands but shapes."""
-    return _plain(name).startswith(_MAKING)
 
 
 @functools.lru_cache(4096)

@@ -15,16 +15,18 @@ from fzero.base.arguments import need_int, wrong
 from fzero.comm import pieces
 from fzero.comm.axis import Axis
 from fzero.engine.compiled import leave_out
-from fzero.parallel import blocks, watched
+from fzero.parallel import blocks, maps, watched
 from fzero.parallel.attention import Attention, Plan, Shapes, Three, agreed, attended, told_if_wrong
 from fzero.parallel.axis import need_axis
 from fzero.parallel.forms import need_cut
-from fzero.parallel.packed import Range, heads_of, packed, to_heads, to_tokens, tokens_of
 from fzero.parallel.ring import Ring
 from fzero.parallel.ring import attention as plain
+from fzero.parallel.types import running
+from fzero.parallel.varying import unseen
 from fzero.parallel.visible import torchs
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Range = tuple[int, int]  # the first of some heads, and the one behind the last
 
 
 def ulysses(
@@ -186,8 +188,10 @@ class UlyssesPlan:
 
     def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         out = q.new_zeros((*q.shape[:3], v.shape[3]))
-        for parts in self.deal.parts():
-            self._return(parts, [_shared(self.inner.attend, parts[self.ax.rank], self._heads(parts, q, k, v))], [out])
+        with unseen():
+            for parts in self.deal.parts():
+                of_heads = _shared(self.inner.attend, parts[self.ax.rank], self._heads(parts, q, k, v))
+                self._return(parts, [of_heads], [out])
         return out, q.new_empty(0)
 
     def pull(self, of: Three, out: torch.Tensor, logarithms: torch.Tensor, cotangent: torch.Tensor) -> Three:
@@ -208,20 +212,16 @@ class UlyssesPlan:
         return composed(self.ax, self.lengths, dataclasses.replace(self.deal, chunks=1), self.inner.formula, q, k, v)
 
     def _heads(self, parts: Sequence[Part], *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """This rank's heads of one chunk, for all tokens."""
-        own = [[x[:, slice(*heads)] for x, heads in zip(tensors, part.of_tensors, strict=False)] for part in parts]
-        return to_heads(self.ax, self.lengths, own, "parallel.ulysses")
+        """This rank's heads of one chunk, for all tokens: one tensor after the other, as each takes memory."""
+        pairs = zip(_ranges(parts), tensors, strict=False)
+        return [heads_of(self.ax, self.lengths, [own], [x])[0] for own, x in pairs]
 
     def _return(self, parts: Sequence[Part], tensors: Sequence[torch.Tensor], totals: Sequence[torch.Tensor]) -> None:
         """The way back, where they are added up."""
-        sizes = [x.shape[3] for x in tensors]
-        kinds = [[(b - a, d) for (a, b), d in zip(part.of_tensors, sizes, strict=False)] for part in parts]
-        buffer = packed(tensors)
-        del tensors  # which nobody else has: what is sent takes memory, too
-        back = to_tokens(self.ax, self.lengths, buffer, kinds, "parallel.ulysses back")
-        for part, came in zip(parts, back, strict=True):
-            for total, heads, x in zip(totals, part.of_tensors, came, strict=False):
-                total[:, slice(*heads)] += x
+        for own, x, total in zip(_ranges(parts), tensors, totals, strict=False):
+            back = tokens_of(self.ax, self.lengths, own, x).split(_sizes(own), 1)
+            for heads, came in zip(own, back, strict=True):
+                total[:, slice(*heads)] += came
 
 
 class Composed:
@@ -279,11 +279,34 @@ def composed(
         attend: of all tokens for some heads; there may be none.
     """
     (parts,) = deal.parts()
-    kinds = [part.of_tensors for part in parts]
-    sizes = [[stop - start for start, stop in each] for each in kinds]
-    chosen = [_chosen(x, ranges) for x, ranges in zip((q, k, v), zip(*kinds, strict=True), strict=True)]
-    out = _shared(attend, parts[ax.rank], heads_of(chosen, ax, lengths, sizes))
-    return tokens_of(out, ax, lengths, [own for own, *_ in sizes])
+    ranges = _ranges(parts)
+    out = _shared(attend, parts[ax.rank], heads_of(ax, lengths, ranges, (q, k, v)))
+    return tokens_of(ax, lengths, ranges[0], out)
+
+
+def heads_of(
+    ax: Axis, lengths: Sequence[int], ranges: Sequence[Sequence[Range]], tensors: Sequence[torch.Tensor]
+) -> Sequence[torch.Tensor]:
+    """Tensors [b, heads, tokens of this rank, d] -> [b, heads of this rank, all tokens, d] of each.
+
+    Args:
+        lengths: of the ranks' pieces of the sequence.
+        ranges: for every tensor the heads that each rank gets.
+        tensors: those of one d and dtype travel together, but in a dry run, which knows how each of them is cut.
+    """
+    apart = running.get() is not None or len({(x.shape[3], x.dtype) for x in tensors}) > 1
+    if apart and len(tensors) > 1:
+        return [heads_of(ax, lengths, [own], [x])[0] for own, x in zip(ranges, tensors, strict=True)]
+    by_tensor = [_chosen(x, own) for x, own in zip(tensors, ranges, strict=True)]
+    joined = torch.cat([x for of_rank in zip(*by_tensor, strict=True) for x in of_rank], 1)
+    sizes = [*zip(*map(_sizes, ranges), strict=True)]
+    out = maps.all_to_all(joined, ax, 1, 2, [*map(sum, sizes)], lengths)
+    return [out] if len(tensors) == 1 else out.split(sizes[ax.rank], 1)
+
+
+def tokens_of(ax: Axis, lengths: Sequence[int], ranges: Sequence[Range], x: torch.Tensor) -> torch.Tensor:
+    """The way back: [b, heads of this rank, all tokens, d] -> [b, those of all ranks, tokens of this rank, d]."""
+    return maps.all_to_all(x, ax, 2, 1, lengths, _sizes(ranges))
 
 
 def _shared(attend: Attend, part: Part, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -292,7 +315,18 @@ def _shared(attend: Attend, part: Part, tensors: Sequence[torch.Tensor]) -> torc
     return attend(q, k, v) if shared is None else attend(q, k[:, shared], v[:, shared])
 
 
-def _chosen(x: torch.Tensor, ranges: Sequence[Range]) -> torch.Tensor:
-    """Heads that ranks get, one after the other; some may be there more than once."""
-    tiles = [start for start, _ in ranges] == pieces.starts([stop - start for start, stop in ranges])[:-1]
-    return x if tiles and ranges[-1][1] == x.shape[1] else torch.cat([x[:, slice(*own)] for own in ranges], 1)
+def _ranges(parts: Sequence[Part]) -> list[tuple[Range, ...]]:
+    """For each of q, k and v the heads that every rank gets."""
+    return [*zip(*[part.of_tensors for part in parts], strict=True)]
+
+
+def _sizes(ranges: Sequence[Range]) -> list[int]:
+    return [stop - start for start, stop in ranges]
+
+
+def _chosen(x: torch.Tensor, ranges: Sequence[Range]) -> Sequence[torch.Tensor]:
+    """The heads that each rank gets; some may be there more than once."""
+    sizes = _sizes(ranges)
+    if [start for start, _ in ranges] == pieces.starts(sizes)[:-1] and sum(sizes) == x.shape[1]:
+        return x.split(sizes, 1)  # whose pullback puts them together at once
+    return [x[:, slice(*own)] for own in ranges]

@@ -26,7 +26,7 @@ from fzero.table.placements import Action, Actions, Cut, Mark, Notes, Straight, 
 
 MAP = "a map"  # the source of what a map gives, called by a module or a function itself
 GATHER_OWN = "gather(own=True)"  # the name of that map
-_WHOLE = ("sum", "gather")
+_WHOLE, _CUTTING = ("sum", "gather"), ("split", "reduce_scatter")  # the maps that give what is whole, and pieces
 
 
 class Acting(TorchFunctionMode):
@@ -193,18 +193,18 @@ def _covers(ax: Axis, tensor: Axis) -> bool:
     return set(tensor.members) <= set(ax.members)
 
 
-def mapped(name: str, ax: Axis, x: torch.Tensor, out: torch.Tensor, cut: Cut | None = None) -> torch.Tensor:
-    """Notes what a map of `fz.parallel` gave.
-
-    Args:
-        cut: how it cuts the result, where it does.
-    """
+def mapped(
+    name: str, ax: Axis, x: torch.Tensor, out: torch.Tensor, dims: Sequence[int], sizes: Sequence[int] | None
+) -> torch.Tensor:
+    """Notes what a map of `fz.parallel` gave that cuts or joins along these dims, into pieces of these sizes."""
     known = noting()
     if known is None:
         return out
     after = known.of(x)
     if _covers(ax, known.axis):
-        cut = cut if ax.members == known.axis.members else None
+        cut = None
+        if name in _CUTTING and sizes is not None and ax.members == known.axis.members:
+            cut = Cut(dims[0] - x.ndim, (tuple(sizes),), ax.rank)
         after = None if name in _WHOLE else Mark("" if name in ("copy", GATHER_OWN) else MAP, cut)
     known.forget(out) if after is None else known.note(out, after)
     return out
@@ -217,12 +217,8 @@ def note_copy(name: str, ax: Axis) -> None:
         known.copies = name
 
 
-def need_mappable(name: str, ax: Axis, x: torch.Tensor, dim: int | None) -> None:
-    """Refuses a map of what varies, or is cut, otherwise than the map takes it.
-
-    Args:
-        dim: along which the map joins what ranks have, where it does.
-    """
+def need_mappable(name: str, ax: Axis, x: torch.Tensor, dims: Sequence[int]) -> None:
+    """Refuses a map, along these dims, of what varies, or is cut, otherwise than the map takes it."""
     known, mode = noting(), watcher()
     if running.get() is not None and mode is None:
         return  # its types say it, and the line
@@ -238,6 +234,6 @@ def need_mappable(name: str, ax: Axis, x: torch.Tensor, dim: int | None) -> None
         )
     if mode is not None and mark.cut is not None:
         summed = name in ("sum", "reduce_scatter")  # slices are no parts of a sum
-        elsewhere = name in ("gather", GATHER_OWN) and dim is not None and dim - x.ndim != mark.cut.dim
+        elsewhere = name in ("gather", GATHER_OWN) and dims[0] - x.ndim != mark.cut.dim
         if (mark.cut == PARTIAL) != summed or elsewhere:
             raise mode.refused(f"fz.parallel.{name}", mark)

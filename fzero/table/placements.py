@@ -93,14 +93,12 @@ class FirstRun:
         checked_again: so are all of the function by `checks`, as what they saw depends on a value.
         blind: nothing is known of the function outside of modules.
         actions: (module, form of its arguments) -> what is done in it.
-        floats: among the inputs, in runs that showed this. Where modules are cut, a run with others is looked at too.
     """
 
     def __init__(self) -> None:
         self.unsure = self.checked_again = self.blind = False
         self.actions: dict[object, Actions] = {}
         self.acting: set[object] = set()  # the modules among them
-        self.floats: set[object] = set()
 
     def note(self, module: object, given: object, actions: Actions) -> None:
         """Notes what one call of a module needed; another one with arguments of the same forms needs the same."""
@@ -109,15 +107,11 @@ class FirstRun:
         if actions:
             self.acting.add(module)
 
-    def shows(self, given: object) -> bool:
-        """Tells whether a run of these inputs does the same."""
-        return not self.unsure and (not self.actions or _floats_of(given) in self.floats)
-
     def of(self, module: object, given: object) -> Actions:
         return self.actions.get((module, form_of(given)), {}) if module in self.acting else {}
 
 
-_VALUES = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
 def form_of(given: object) -> object:
@@ -129,16 +123,9 @@ def form_of(given: object) -> object:
             forms.append((x.shape, x.dtype))
         elif isinstance(x, _VALUES):
             forms.append((type(x), x))
-        elif isinstance(x, (float, complex)):
-            forms.append(type(x))
         else:
             return None
     return spec, tuple(forms)
-
-
-def _floats_of(given: object) -> object:
-    """The numbers of which a form says the type alone, as they may be others in each run."""
-    return tuple([x for x in pytree.leaves(given) if isinstance(x, (float, complex))])
 
 
 class Notes:
@@ -232,7 +219,7 @@ def noted(
         return None
     form = form_of(given)
     first = before.get(form)
-    if first is not None and first.shows(given):
+    if first is not None and not first.unsure:
         return Straight(axis, first)
     known = Notes(axis, first)
     if checked is not None and (first is None or first.checked_again or form is None):
@@ -268,7 +255,6 @@ def has_run(known: Notes | None, before: MutableMapping[object, FirstRun], given
     for old in list(before)[: 1 - FORMS]:
         del before[old]
     before[form] = known.first
-    known.first.floats.add(_floats_of(given))
 
 
 def marks_of(known: Notes | None, tensors: Sequence[object]) -> list[Mark | None]:

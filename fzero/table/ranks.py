@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from fzero.base.arguments import need_int, wrong
 from fzero.comm import backend
 from fzero.comm.backend import Mesh
@@ -48,18 +50,12 @@ class Ranks:
 
     def place(self, axes: Iterable[str], rank: int) -> int:
         """A rank's number among those of some axes, taken as one, the first of them slowest."""
-        own = self.coordinates(rank)
-        out = 0
-        for axis in axes:
-            out = out * self.sizes[axis] + own[axis]
-        return out
+        own, names = self.coordinates(rank), [*axes]
+        return int(np.ravel_multi_index([own[axis] for axis in names], [self.sizes[axis] for axis in names]))
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """A rank's number on each axis."""
-        out: dict[str, int] = {}
-        for axis, size in reversed([*self.sizes.items()]):
-            rank, out[axis] = divmod(rank, size)
-        return {axis: out[axis] for axis in self.sizes}
+        return dict(zip(self.sizes, map(int, np.unravel_index(rank, [*self.sizes.values()])), strict=True))
 
     def __str__(self) -> str:
         return " × ".join(f"{axis} {size}" for axis, size in self.sizes.items())

@@ -256,15 +256,13 @@ def _plan_of(rules: Sequence[Rule], path: str, uses: Sequence[Use]) -> dict[str,
     out = {}
     for name, full in _full_names(path, uses).items():
         owner = full.rpartition(".")[0]
-        met = [rule for rule in rules if rule.column == "tensor"]
-        met = [rule for rule in met if matches(rule.pattern, full) or matches(rule.pattern, owner)]
-        cuts: dict[int, Any] = {number: rule.value for number, rule in enumerate(met)}
-        found = [number for number, cut in cuts.items() if cut.how != "experts"]
-        found = [number for number in found if cuts[number].how != AUTO] or found  # what is said comes first
+        met: list[tuple[Rule, Any]] = [(rule, rule.value) for rule in rules if rule.column == "tensor"]
+        met = [(rule, cut) for rule, cut in met if matches(rule.pattern, full) or matches(rule.pattern, owner)]
+        found = [(rule, cut) for rule, cut in met if cut.how != "experts"]
+        found = [(rule, cut) for rule, cut in found if cut.how != AUTO] or found  # what is said comes first
         if found:
-            rule = _one([met[number] for number in found], full)
-            experts = any(cut.how == "experts" for cut in cuts.values())
-            out[name] = Said(cuts[found[0]], rule.source, experts)
+            rule = _one([rule for rule, _ in found], full)
+            out[name] = Said(found[0][1], rule.source, any(cut.how == "experts" for _, cut in met))
     return out
 
 

@@ -15,7 +15,7 @@ from nightly import in_turns
 from reference import adamw_steps
 
 import fzero as fz
-from fzero.base.context import averaged, during
+from fzero.base.context import averaged, during, in_function
 from fzero.testing import LiveBytes, assert_collectives, assert_trees_close, assert_trees_equal, run_ranks
 
 pytestmark = pytest.mark.usefixtures("hazards")
@@ -174,7 +174,11 @@ def messages(rank: int, sizes: Sequence[int] | None) -> None:
     fn = functools.partial(fz.parallel.cross_entropy, targets=targets, ax=ax, sizes=sizes)
     there = 1 + (sizes is None)
     assert_collectives(lambda: fn(logits), {"exchange": there, "all_reduce": 0})
-    assert_collectives(lambda: torch.func.grad(fn)(logits), {"exchange": there, "all_reduce": 0})
+    with during(in_function, True):  # as in a step; outside of one two numbers tell whether ranks pull back the same
+        assert_collectives(lambda: torch.func.grad(fn)(logits), {"exchange": there, "all_reduce": 0})
+    assert_collectives(lambda: torch.func.grad(fn)(logits), {"exchange": there + 1, "all_reduce": 0})
+    with pytest.raises(ValueError, match="gave its result different cotangents"):
+        torch.func.grad(lambda x: fn(x) * (1 + rank))(logits)
 
 
 @pytest.mark.parametrize("sizes", [None, [3, 4]])
