@@ -290,11 +290,14 @@ class Sharded(Mapping[str, torch.Tensor]):
 
 
 def _flatten(tree: Sharded) -> tuple[tuple[torch.Tensor, ...], object]:
-    children = (*tree.buffers.values(), *tree.held.values())
+    # in the layout's order, whatever order somebody put the buffers together in: states are rebuilt by place
+    names = tuple([name for name in tree.sizes() if name in tree.entries])
+    keys = tuple([key for key in tree.layout.groups if key in tree.held_entries])
+    children = (*[shown(tree.entries[name]) for name in names], *[shown(tree.held_entries[key]) for key in keys])
     twice = frozenset(tree.held_entries.keys() & tree.entries.keys())  # stored in slices, and in full beside
     those = [weakref.ref(child) for child in children if isinstance(child, torch.Tensor)] if twice else []
     rest = pytree.Unseen(((tree.structure, tree.scale, tree.kind, tree.draw, tree.stale), twice, those))
-    return children, _Static(tree.layout, tree.axis, tuple(tree.entries), tuple(tree.held_entries), rest)
+    return children, _Static(tree.layout, tree.axis, names, keys, rest)
 
 
 def _unflatten(metadata: _Static, children: tuple[torch.Tensor, ...]) -> Sharded:
@@ -370,11 +373,6 @@ def trees_of(tree: object) -> list[Sharded]:
 def map_trees(fn: Callable[..., object], tree: object, *rest: object) -> Any:
     """`fn` over the sharded trees in a pytree, and those at their places in others; its other leaves stay."""
     return pytree.map(lambda x, *xs: fn(x, *xs) if is_sharded(x) else x, tree, *rest, is_leaf=is_sharded)
-
-
-def together(parts: Sequence[Any]) -> Sharded:
-    """One tree of values, of those that have some groups each."""
-    return parts[0].with_buffers({key: x for part in parts for key, x in part.entries.items()})
 
 
 def check_buffers(who: str, name: str, tree: Sharded) -> None:

@@ -21,7 +21,7 @@ from fzero.engine.run import Run
 from fzero.optim.base import values
 from fzero.state.gather import squares_in
 from fzero.state.placing import placed
-from fzero.state.sharded import Sharded, together
+from fzero.state.sharded import Sharded
 from fzero.state.squares import LeafSquares, need_alike_beside, over_ranks, squares_of
 from fzero.state.train_state import TrainState
 from fzero.stores.away import tensor_of
@@ -147,7 +147,9 @@ def _pulled(update: Update, run: Run, ct: object, grads: _Grads, loss: torch.Ten
         held[key] = placed(grads.measured(key, shard), "grads")
 
     def apply_held(keys: Sequence[Key], following: Sequence[Key]) -> None:
-        update.apply(keys, together([held.pop(key) for key in keys]), decision.extra, following)
+        parts = [held.pop(key) for key in keys]
+        buffers = {name: x for part in parts for name, x in part.entries.items()}
+        update.apply(keys, parts[0].with_buffers(buffers), decision.extra, following)
 
     run.pull(ct, receive=hold)
     decision = Decision(step, state, grads.norm(), None, grads.squares)
