@@ -54,7 +54,7 @@ def loop(on: str) -> list[torch.Tensor]:
         return out
 
 
-@in_turns(3, "processes that start slowly")
+@in_turns(5, "interpreters of their own")
 def test_the_same_bits_wherever_it_runs(cluster: None) -> None:
     """And an actor that dies is named, and one that finds no room: by the same actors, which start slowly."""
     del cluster
