@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from memories import DISK, HOST, MEMORIES
 from moving import Counts, counted
-from nightly import NIGHTLY, by_day, by_turns, in_turns
+from nightly import NIGHTLY, by_turns, in_turns
 
 import fzero as fz
 from fzero.testing import run_ranks, strategies
@@ -51,6 +51,30 @@ def holds(step: fz.Step, params: Any = PARAMS, batches: Any = BATCHES, world: in
     for memory in ("host", "disk"):
         assert counts.most[memory] <= plan.peak[memory] * world, memory
     return plan
+
+
+WAYS = {
+    "plain": [],
+    "donate": [fz.donate],
+    "remat": [fz.remat],
+    "scaled": [lambda step: fz.loss_scale(step, 64.0)],
+    "accumulated": [lambda step: fz.accumulate(step, 2)],
+    "accumulated, fused": [fz.fuse_update, lambda step: fz.accumulate(step, 2)],
+    **{f"fused, {norm}": [functools.partial(fz.fuse_update, norm=norm)] for norm in ("auto", "twice", "held")},
+    "fused, remat, donate": [fz.fuse_update, fz.remat, fz.donate],
+}
+
+
+@in_turns(10)
+@pytest.mark.parametrize(("way", "stage"), by_turns(WAYS, [0, 3]))  # a drawn composition has any of them
+def test_what_each_kind_moves(way: str, stage: int) -> None:
+    step = exactness.SHARDS[stage](fz.train_step(LOSS, CLIPPED))
+    for transform in WAYS[way]:
+        step = transform(step)
+    for number, kind in enumerate(("params", "grads", "moments")):
+        for memory in MEMORIES if NIGHTLY else (MEMORIES[(number + stage) % 2],):
+            away: dict[str, Any] = {kind: memory}
+            holds(fz.offload(step, **away), world=2 if stage else 1)
 
 
 SCHEMES = {
@@ -94,16 +118,12 @@ def test_frozen_leaves_are_fetched_and_not_written() -> None:
     holds(fz.shard_zero1(fz.offload(step, params=DISK, moments=HOST)), world=2)
 
 
-@by_day(25)
 @given(
     scenario=st.sampled_from(sorted(exactness.SCENARIOS)),
     chosen=strategies.transforms(patterns=scenarios.BLOCKS, memories=MEMORIES),
-    norm=st.sampled_from(["auto", "twice", "held"]),
     world=st.integers(1, 3),
 )
-def test_any_composition(scenario: str, chosen: Any, norm: Any, world: int) -> None:
-    fused = functools.partial(fz.fuse_update, norm=norm)
-    chosen = [(said, fused if said == "fuse_update" else each) for said, each in chosen]
+def test_any_composition(scenario: str, chosen: Any, world: int) -> None:
     chosen = [pair for pair in chosen if not pair[0].startswith("offload(activations")]
     make, batches = exactness.SCENARIOS[scenario]
     loss, params = make()
