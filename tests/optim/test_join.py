@@ -253,6 +253,21 @@ def test_partition_is_a_column_of_the_table(stage: int) -> None:
     run_ranks(rank_main, 2 if stage else 1)
 
 
+@pytest.mark.parametrize("transform", [fz.shard_zero1, fz.shard_zero2, fz.shard_zero3])
+def test_a_part_is_clipped_by_its_own_norm_over_all_its_groups(transform: Any) -> None:
+    loss, params = scenarios.tiny_lm()
+    batch = scenarios.token_batches(1)[0]
+    split = fz.partition({"*norm*|*bias": fz.sgd(0.1), "*": fz.chain(fz.clip_by_global_norm(0.01), fz.sgd(0.1))})
+
+    def one_update(step: Any) -> Any:
+        state, _ = step(step.init(params), *batch)
+        return fz.gather(state.params)
+
+    plain = one_update(fz.train_step(loss, split))
+    for got in run_ranks(lambda rank: one_update(transform(fz.train_step(loss, split))), 2):
+        assert_trees_close(got, plain, rtol=1e-10)
+
+
 def test_what_ranks_compare_of_nested_optimizers_grows_with_their_members() -> None:
     """Each of them has a dozen functions that lead to its members: `step.init` took seconds at three levels."""
 
