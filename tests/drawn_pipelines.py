@@ -30,6 +30,16 @@ class Copied(torch.autograd.Function):
         pass
 
 
+class Fails(Copied):
+    """Fails in the pullback of a cotangent that is marked by its size."""
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        if bool((cotangent.abs() > 1e3).any()):
+            raise ArithmeticError("a cotangent over a thousand")
+        return cotangent
+
+
 @dataclass(frozen=True)
 class Stage:
     """One stage's function: how it computes, and in what form it gives and takes.

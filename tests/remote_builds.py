@@ -13,7 +13,8 @@ import torch
 import fzero as fz
 
 ONES = torch.ones(3, dtype=torch.float64)
-SHARDS: dict[int, Any] = {1: fz.shard_zero1, 2: fz.shard_zero2, 3: fz.shard_zero3}
+SHARDS: dict[int, Any] = {0: lambda step, *mesh, **axis: step, 1: fz.shard_zero1, 2: fz.shard_zero2, 3: fz.shard_zero3}
+need_close = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
 
 
 class Pair(NamedTuple):
@@ -56,8 +57,7 @@ def program(p: dict[str, Any], tree: Any, ops: tuple[str, ...], scale: Any = Non
 
 def built(rank: int, stage: int = 3, seed: int = 0, optimizer: str = "sgd") -> tuple[fz.Step, dict[str, Any]]:
     chosen = fz.sgd(0.1, momentum=0.9) if optimizer == "sgd" else fz.adamw(0.01)
-    step = fz.train_step(program, fz.chain(fz.clip_by_global_norm(1.0), chosen))
-    return (SHARDS[stage](step) if stage else step), weights(seed)
+    return SHARDS[stage](fz.train_step(program, fz.chain(fz.clip_by_global_norm(1.0), chosen))), weights(seed)
 
 
 @fz.unit
@@ -73,8 +73,19 @@ def head(p: dict[str, Any], tokens: torch.Tensor, emb: torch.Tensor, what: str =
 
 
 def built_head(rank: int, stage: int = 2) -> tuple[fz.Step, dict[str, Any]]:
-    step = fz.train_step(head, fz.chain(fz.clip_by_global_norm(1.0), fz.adamw(0.01)))
-    return (SHARDS[stage](step) if stage else step), weights(1)
+    return SHARDS[stage](fz.train_step(head, fz.chain(fz.clip_by_global_norm(1.0), fz.adamw(0.01)))), weights(1)
+
+
+def both_updated(vision: Any, text: Any, states: Any, images: Any, tokens: Any, meanwhile: Any = lambda: None) -> Any:
+    """DESIGN's multimodal step: the new states, and the loss."""
+    v_state, t_state = states
+    emb, pull_v = vision.vjp(v_state, images, ("rows",))
+    meanwhile()
+    loss, pull_t = text.vjp(t_state, tokens, emb)
+    g_t, (_, ct) = pull_t(torch.ones_like(loss))
+    g_v, _ = pull_v(ct)
+    norm = fz.global_norm(g_v, g_t)
+    return (vision.update(v_state, g_v, grad_norm=norm)[0], text.update(t_state, g_t, grad_norm=norm)[0]), loss
 
 
 def cut_over_tokens(p: dict[str, Any], x: torch.Tensor, gain: torch.Tensor, ax: Any = None) -> Any:

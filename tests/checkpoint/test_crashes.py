@@ -76,26 +76,19 @@ def loaded(folder: Path) -> int | None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_over_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
-    folder = tmp_path / "it" / "run"
+@pytest.mark.parametrize("before", [None, 1])
+def test_every_crash_of_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int | None, ranks: int
+) -> None:
+    """The first one, and one over a checkpoint."""
+    folder, again = tmp_path / "it" / "run", tmp_path / "again"
     folder.parent.mkdir()
-    saves(ranks, folder, 1, lambda state: fz.save(folder, state))
-    recorder = recorded(
-        monkeypatch, folder.parent, lambda: saves(ranks, folder, 2, lambda state: fz.save(folder, state))
-    )
-    found = steps_left(recorder, tmp_path / "again", lambda top: loaded(tmp_path / "again" / "it" / "run"))
-    assert set(found) == {1, 2} and found[0] == 1 and found[-1] == 2
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
-    top = tmp_path / "it"
-    top.mkdir()
-    recorder = recorded(
-        monkeypatch, top, lambda: saves(ranks, top / "run", 1, lambda state: fz.save(top / "run", state))
-    )
-    found = steps_left(recorder, tmp_path / "again", lambda _: loaded(tmp_path / "again" / "it" / "run"))
-    assert set(found) == {None, 1} and found[-1] == 1
+    save = lambda count: saves(ranks, folder, count, lambda state: fz.save(folder, state))
+    if before is not None:
+        save(before)
+    recorder = recorded(monkeypatch, folder.parent, lambda: save(2))
+    found = steps_left(recorder, again, lambda _: loaded(again / "it" / "run"))
+    assert set(found) == {before, 2} and found[0] == before and found[-1] == 2
 
 
 class Failing:

@@ -31,55 +31,48 @@ def start(leaves: sliced.Shapes, policy: str) -> Any:
     return sliced.params(leaves, torch.float64 if policy == "float64" else torch.float32)
 
 
-def exported(rank: int, folder: str, leaves: sliced.Shapes, over: sliced.Over, policy: str) -> Any:
+def saved(rank: int, folder: str, leaves: sliced.Shapes, over: sliced.Over, policy: str, save: Any) -> Any:
     state = sliced.trained(sliced.step_over(over, leaves, sliced.POLICIES[policy]), start(leaves, policy))
-    fz.save_safetensors(folder, state, shard_bytes=300)
-    return fz.gather(state.params)
+    save(folder, state)
+    return sliced.whole(state)[:2]
 
 
-def imported(rank: int, folder: str, leaves: sliced.Shapes, over: sliced.Over | None, policy: str) -> Any:
-    step = sliced.step_over(over, leaves, sliced.POLICIES[policy])
-    return fz.gather(fz.load_safetensors(step, folder, lossy=True).params)  # a file has no 24 bits: it has float32
+def loaded(rank: int, folder: str, leaves: sliced.Shapes, over: sliced.Over | None, policy: str, load: Any) -> Any:
+    return sliced.whole(load(sliced.step_over(over, leaves, sliced.POLICIES[policy]), folder))[:2]
+
+
+def moved(move: Any, policy: str, folder: str, save: Any, load: Any) -> tuple[Any, list[Any]]:
+    """Params and moments as they were saved, and what each rank of other cuts loads."""
+    leaves, first, second = move
+    common = {"folder": folder, "leaves": leaves, "policy": policy}
+    want = run_ranks(functools.partial(saved, over=first, save=save, **common), first.ranks)[0]
+    ranks = second.ranks if second is not None else 1
+    return want, run_ranks(functools.partial(loaded, over=second, load=load, **common), ranks)
 
 
 @pytest.mark.usefixtures("hazards")
 @given(move=moves(), policy=st.sampled_from(sliced.ELEMENTWISE))
 def test_safetensors(move: Any, policy: str) -> None:
-    leaves, first, second = move
+    save = functools.partial(fz.save_safetensors, shard_bytes=300)
+    load = functools.partial(fz.load_safetensors, lossy=True)  # a file has no 24 bits: it has float32
     with tempfile.TemporaryDirectory() as folder:
-        save = functools.partial(exported, folder=folder, leaves=leaves, over=first, policy=policy)
-        want = run_ranks(save, first.ranks)[0]
+        (want, _), others = moved(move, policy, folder, save, load)
         found = {name: x for file in Path(folder).glob("*.safetensors") for name, x in load_file(file).items()}
         sliced.same_bits({name: found[name] for name in want}, want)
-        load = functools.partial(imported, folder=folder, leaves=leaves, over=second, policy=policy)
-        for got in run_ranks(load, second.ranks if second is not None else 1):
+        for got, _ in others:
             sliced.same_bits(got, want)
-
-
-def to_dcp(rank: int, folder: str, leaves: sliced.Shapes, over: sliced.Over, policy: str) -> Any:
-    state = sliced.trained(sliced.step_over(over, leaves, sliced.POLICIES[policy]), start(leaves, policy))
-    fz.compat.save_dcp(folder, state)
-    return sliced.whole(state)[:2]
-
-
-def from_dcp(rank: int, folder: str, leaves: sliced.Shapes, over: sliced.Over | None, policy: str) -> Any:
-    step = sliced.step_over(over, leaves, sliced.POLICIES[policy])
-    return sliced.whole(fz.compat.load_dcp(folder, step, lossy=True))[:2]
 
 
 @pytest.mark.usefixtures("hazards")
 @given(move=moves(), policy=st.sampled_from(sliced.ELEMENTWISE))
 def test_dcp(move: Any, policy: str) -> None:
-    leaves, first, second = move
+    load = lambda step, folder: fz.compat.load_dcp(folder, step, lossy=True)
     with tempfile.TemporaryDirectory() as folder:
-        save = functools.partial(to_dcp, folder=folder, leaves=leaves, over=first, policy=policy)
-        want = run_ranks(save, first.ranks)[0]
-        params, moments = want
+        (params, moments), others = moved(move, policy, folder, fz.compat.save_dcp, load)
         names = {f"model.{path}": leaf for path, leaf in params.items()}
         names |= {f"optim.state.{path}.exp_avg": leaf for path, leaf in moments.mu.items()}
         got = {name: torch.empty_like(leaf) for name, leaf in names.items()}
         dcp.load(got, checkpoint_id=folder, no_dist=True)
         sliced.same_bits(got, names)
-        load = functools.partial(from_dcp, folder=folder, leaves=leaves, over=second, policy=policy)
-        for own in run_ranks(load, second.ranks if second is not None else 1):
-            sliced.same_bits(own, want)
+        for own in others:
+            sliced.same_bits(own, (params, moments))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import collections
 import functools
 import weakref
-from typing import Any
+from typing import Any, cast
 
 import optree
 import pytest
 import torch
-from drawn_pipelines import Case, Copied, cases, piped
+from drawn_pipelines import Case, Fails, cases, piped
 from hypothesis import given
 from hypothesis import strategies as st
 from nightly import by_day
@@ -198,7 +198,8 @@ def test_refusals() -> None:
     step = make(lambda p, x: (x * p["w"]).sum())
     named: Any = "gpipe"
     cases: list[tuple[Any, type[Exception], str]] = [
-        (lambda: fz.pipeline([], schedule), TypeError, "steps"),
+        (lambda: fz.pipeline([], schedule), TypeError, "got steps=an empty list, expected a list of steps"),
+        (lambda: fz.pipeline(cast(Any, {}), schedule), TypeError, "got steps=dict, expected a list of steps"),
         (lambda: fz.pipeline([step], schedule), ValueError, "got 1 steps for 2 stages"),
         (lambda: fz.pipeline([step] * 3, schedule), ValueError, r"the components \[2\] behind them"),
         (lambda: fz.pipeline([step, step], named), TypeError, "schedule"),
@@ -242,24 +243,11 @@ def test_refusals() -> None:
     two = fz.pipeline([make(lambda p, x: x * p["w"]), loss], schedule)
     state = two.init([w, w])
     out, pullback = two.vjp(state, torch.ones(2))
-    with pytest.raises(ValueError, match="expected that of the outputs"):
-        pullback([out])
-    out, pullback = two.vjp(state, torch.ones(2))
     with pytest.raises(ValueError, match="create_graph=True"):
         pullback(out, create_graph=True)
     stays = fz.pipeline([make(lambda p, x: x * p["w"]), loss], schedule, skips={(0, 1): 1})
     with pytest.raises(ValueError, match="which skips to another stage"):
         stays(stays.init([w, w]), torch.ones(2))
-
-
-class Fails(Copied):
-    """Fails in the pullback of a cotangent that is marked by its size."""
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        if bool((cotangent.abs() > 1e3).any()):
-            raise LookupError("a cotangent over a thousand")
-        return cotangent
 
 
 @pytest.mark.parametrize("name", ["gpipe", "zero_bubble"])
@@ -274,7 +262,7 @@ def test_a_pullback_after_one_that_failed(name: str) -> None:
     x = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
     out, pullback = pipe.vjp(pipe.init([{"w": torch.eye(3)}] * 3), x)
     want = pullback(torch.ones_like(out), retain_graph=True)
-    with pytest.raises(LookupError, match="a cotangent over a thousand") as caught:
+    with pytest.raises(ArithmeticError, match="a cotangent over a thousand") as caught:
         pullback(torch.full_like(out, 1e9), retain_graph=True)
     assert caught.value.__notes__ == ["In stage 0 of the pipeline, microbatch 0."]
     for again in (True, False):
@@ -306,38 +294,21 @@ def test_a_loss_of_16_bits(dtype: torch.dtype) -> None:
     assert_same(list(fz.gather(ours[1](one)[0])), fz.gather(theirs[1](one)[0]))
 
 
-def test_containers_of_what_skips() -> None:
-    made: list[Any] = [
-        lambda x: collections.defaultdict(list, h=x, s=x * 2),
-        lambda x: collections.OrderedDict(s=x * 2, h=x),
-        lambda x: [x * 2, x],
-    ]
-    for build in made:
-        item: Any = 0 if isinstance(build(1.0), list) else "s"
-        first = lambda p, x, build=build: build(x * p["w"])
-        last = lambda p, h, s: (h * s * p["w"]).mean()
-        pipe = fz.pipeline(
-            [make(first), make(lambda p, h: h * p["w"]), make(last)], fz.schedules.gpipe(3, 2), skips={(0, item): 2}
-        )
-        whole = fz.accumulate(make(lambda p, x: (x * p["w"] * p["v"] * (x * p["w"] * 2) * p["u"]).mean()), 2)
-        w = torch.tensor(1.5)
-        state, x = pipe.init([{"w": w}] * 3), torch.arange(1.0, 5.0)
-        grads, _ = pipe.vjp(state, x)[1](torch.ones(()))
-        expected, _ = whole.vjp(whole.init({"w": w, "v": w, "u": w}), x)[1](torch.ones(()))
-        full = fz.gather(expected)
-        got = [own["w"] for own in fz.gather(grads)]
-        fz.testing.assert_trees_close(got, [full["w"], full["v"], full["u"]], rtol=1e-6)
-
-
-def test_a_stage_is_given_the_rest_of_a_dict_in_its_own_order() -> None:
+def test_a_stage_is_given_the_rest_of_a_container_in_its_own_order() -> None:
     """Also where that is not the sorted one."""
-    for kind in (dict, collections.OrderedDict, lambda **items: collections.defaultdict(list, items)):
-        first = lambda p, x, kind=kind: kind(query=x * p["w"], skipped=x, key=2 * x)
-        middle = lambda p, h: functools.reduce(lambda a, b: a - 10 * b * p["w"], h.values())
+    keyed = lambda kind: (lambda h: h.values(), "skipped", lambda q, s, k: kind(query=q, skipped=s, key=k))
+    cases: list[Any] = [keyed(collections.OrderedDict), keyed(lambda **own: collections.defaultdict(list, own))]
+    cases += [keyed(dict), (lambda h: h, 1, lambda q, s, k: [q, s, k])]
+    for values, item, build in cases:
+        first = lambda p, x, build=build: build(x * p["w"], x, 2 * x)
+        middle = lambda p, h, values=values: functools.reduce(lambda a, b: a - 10 * b * p["w"], values(h))
         last = lambda p, h, s: (h * s * p["w"]).mean()
-        pipe = fz.pipeline([*map(make, (first, middle, last))], fz.schedules.gpipe(3, 1), skips={(0, "skipped"): 2})
+        pipe = fz.pipeline([*map(make, (first, middle, last))], fz.schedules.gpipe(3, 1), skips={(0, item): 2})
         x = torch.arange(1.0, 5.0)
-        assert pipe(pipe.init([{"w": torch.tensor(1.5)}] * 3), x)[1]["loss"] == ((1.5 - 30) * 1.5 * x * x).mean()
+        loss, pullback = pipe.vjp(pipe.init([{"w": torch.tensor(1.5)}] * 3), x)
+        assert loss == ((1.5 - 30) * 1.5 * x * x).mean()
+        got = [float(own["w"]) for own in fz.gather(pullback(torch.ones(()))[0])]
+        assert got == [float(factor * (x * x).mean()) for factor in (1.5, -20 * 1.5, 1.5 - 30)]
 
 
 def test_a_subclass_of_dict_that_is_no_pytree_is_refused_by_name() -> None:

@@ -179,10 +179,3 @@ def test_hooks_on_nodes(sharded: bool) -> None:
     want = torch.stack([own.grad.square().sum() for own in (w, v) if own.grad is not None]).sum().sqrt()
     for found in run_ranks(rank_main, 2 if sharded else 1):
         fz.testing.assert_trees_close(torch.stack(found), want.expand(3), rtol=1e-12, atol=0)
-
-
-def test_no_steps_at_all() -> None:
-    with pytest.raises(TypeError, match=r"pipeline: got steps=an empty list, expected a list of steps"):
-        fz.pipeline([], fz.schedules.gpipe(1, 1))
-    with pytest.raises(TypeError, match=r"pipeline: got steps=dict, expected a list of steps"):
-        fz.pipeline({}, fz.schedules.gpipe(1, 1))  # type: ignore[arg-type]

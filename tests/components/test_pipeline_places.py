@@ -12,7 +12,7 @@ import optree
 import pytest
 import torch
 import torch.distributed as dist
-from drawn_pipelines import Case, Copied, Stage, cases, piped
+from drawn_pipelines import Case, Fails, Stage, cases, piped
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from nightly import NIGHTLY, in_turns, todays
@@ -145,18 +145,8 @@ class Refuses:
     def __call__(self, params: Any, h: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
         if bool((h.detach() > 1e3).any()):
             raise LookupError("the stage refuses a number over a thousand")
-        out = _Fails.apply(h) @ params["w"]
+        out = Fails.apply(h) @ params["w"]
         return (out * out).mean() if self.last else out
-
-
-class _Fails(Copied):
-    """Fails in the pullback of large cotangents."""
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        if bool((cotangent.abs() > 1e3).any()):
-            raise ValueError("the pullback refuses a cotangent over a thousand")
-        return cotangent
 
 
 def failing(rank: int) -> None:
@@ -177,7 +167,7 @@ def failing(rank: int) -> None:
         assert str(caught.value).startswith("pipeline: rank") or "the stage refuses" in str(caught.value)
         fz.testing.assert_trees_close(fz.gather(pipe(state, x)[0].params[rank]), want, rtol=0, atol=0)
     out, pullback = pipe.vjp(state, x)
-    with pytest.raises(ValueError, match="refuses a cotangent over a thousand"):
+    with pytest.raises(ArithmeticError, match="a cotangent over a thousand"):
         pullback(torch.full_like(out, 1e7))
     with pytest.raises(ValueError, match="expected that of the outputs"):
         pipe.vjp(state, x)[1]((torch.ones_like(out),))
@@ -334,24 +324,6 @@ def failing_update(*arguments: Any, **more: Any) -> Any:
 
 def test_what_goes_between_places() -> None:
     run_ranks(between_places, 2, backend="processes", timeout=15)
-
-
-def replicas(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    eye = {"w": torch.eye(3)}
-    steps = [fz.shard_zero1(make(twice), mesh=mesh, axis="dp"), make(squares)]
-    with (
-        pytest.raises(ValueError, match=r"component 1 is sharded over 1 ranks of its place, of 2")
-        if rank > 1
-        else (pytest.raises(Exception))
-    ):
-        with fz.testing.hazards(None):
-            fz.pipeline(steps, fz.schedules.gpipe(2, 2), groups=mesh["pp"]).init([eye, eye])
-            raise LookupError("this rank's components are right")
-
-
-def test_copies_that_would_drift_apart() -> None:
-    run_ranks(replicas, 4, backend="processes", timeout=15)
 
 
 def _tanh(p: Any, x: torch.Tensor) -> torch.Tensor:

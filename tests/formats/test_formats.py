@@ -135,7 +135,7 @@ def one_leaf(numel: int) -> Any:
 # ---- kernels
 
 
-@in_turns(3)
+@in_turns(4)  # every optimizer's each day in tests/kernels/test_build.py
 @pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
 @pytest.mark.parametrize("optimizer", ["adamw", "adam", "lion", "sgd"])
 def test_kernels_have_the_bits_of_the_eager_path(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:

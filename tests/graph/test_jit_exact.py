@@ -44,14 +44,4 @@ def test_the_same_bits(scenario: str, chosen: Any, world: int, data: Any) -> Non
     run_ranks(main, world)
 
 
-def test_traces_once() -> None:
-    make, batches = SCENARIOS["module"]
-    loss, params = make()
-    step = _jit(fz.train_step(loss, fz.sgd(1e-2)))
-    state = step.init(params)
-    for _ in range(3):
-        state, _ = step(state, *batches(1)[0])
-    assert step.graphs is not None and step.graphs.traces == 1
-
-
 pytestmark = pytest.mark.usefixtures("hazards")

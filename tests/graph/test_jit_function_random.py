@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from nightly import in_turns
 
 import fzero as fz
 from fzero.testing import assert_trees_close, run_ranks
@@ -66,9 +67,15 @@ def compare(name: str, backend: str, rank: int = 0, zero: bool = False) -> None:
         assert repr(seen[1]) != repr(seen[2])  # the count of updates decides
 
 
-@pytest.mark.parametrize(("name", "backend"), [("init", "graph"), ("jvp", "graph"), ("gradient", "inductor")])
-def test_numbers_of_the_function(name: str, backend: str) -> None:
-    compare(name, backend)
+@in_turns(2)  # on ranks each day
+@pytest.mark.parametrize("name", ["init", "jvp"])
+def test_numbers_of_the_function(name: str) -> None:
+    compare(name, "graph")
+
+
+@in_turns(3, "functions by inductor")
+def test_inductor() -> None:
+    compare("gradient", "inductor")
 
 
 def test_on_ranks() -> None:

@@ -114,15 +114,14 @@ def compare(rank: int, name: str, stage: str, backend: str = "graph") -> Any:
 OTHERS = [("gathered", "zero1"), ("state", "zero1"), ("scan", "zero2"), ("rate", "accumulated")]
 
 
-@in_turns(4)
+@in_turns(6)  # each day some are drawn in test_jit_drawn_functions.py
 @pytest.mark.parametrize(("name", "stage"), [*[(name, "zero3") for name in CASES], *OTHERS])
 def test_numbers_of_the_function(name: str, stage: str) -> None:
     run_ranks(functools.partial(compare, name=name, stage=stage), 2, timeout=300)
 
 
-@pytest.mark.parametrize("world", [1, 3])
-def test_worlds(world: int) -> None:
-    run_ranks(functools.partial(compare, name="steps", stage="zero3"), world)
+def test_a_world_of_one() -> None:
+    run_ranks(functools.partial(compare, name="steps", stage="zero3"), 1)  # of three in test_messages
 
 
 def on_processes(rank: int) -> None:
@@ -130,6 +129,7 @@ def on_processes(rank: int) -> None:
         compare(rank, name, "zero3", "inductor")
 
 
+@in_turns(3, "functions by inductor")
 def test_inductor_on_processes() -> None:
     run_ranks(on_processes, 2, backend="processes", timeout=300)
 

@@ -39,9 +39,6 @@ MORE: dict[str, Callable[[fz.Step], fz.Step]] = {
     "fuse_update": lambda step: fz.fuse_update(step),
     "donate": lambda step: fz.donate(step),
 }
-Transforms = Sequence[tuple[str, Callable[[fz.Step], fz.Step]]]
-
-
 def trained(step: fz.Step, params: Any, batch: Callable[[int], Sequence[Any]], calls: int = 3) -> tuple[Any, ...]:
     state, seen = step.init(params), []
     for i in range(calls):

@@ -1,14 +1,12 @@
-"""Optimizers against torch.optim, `update` against `fused`, and those of a user's own in optax's shape."""
+"""Optimizers against torch.optim or their formula, `update` against `fused`, and schedules of the momentum."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import chains
 import pytest
-import scenarios
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import fzero as fz
 from fzero.testing import assert_trees_close, run_ranks
@@ -40,7 +38,7 @@ CASES: dict[str, tuple[Any, Any]] = {
         lambda: fz.adam(1e-2, b2=0.9, weight_decay=0.1, amsgrad=True),
         lambda p: torch.optim.Adam(p, lr=1e-2, betas=(0.9, 0.9), weight_decay=0.1, amsgrad=True),
     ),
-    "lion": (lambda: fz.lion(1e-2, b1=0.9, b2=0.95, weight_decay=0.1), None),
+    "lion": (lambda: fz.lion(1e-2, b1=0.9, b2=0.95, weight_decay=0.1), None),  # by its formula (Chen et al. 2023)
 }
 
 
@@ -54,12 +52,16 @@ def test_against_torch_and_fused_against_update(name: str) -> None:
     optimizer = make()
     params = {"a": draw(0, 5, 3), "b": draw(1, 70)}
     leaves = [leaf.clone().requires_grad_() for leaf in params.values()]
-    reference = theirs(leaves) if theirs else None
+    reference, formula = theirs(leaves) if theirs else None, chains.plain(("lion", 1e-2, 0.9, 0.95, 0.1))
+    by_formula = formula.init(params)
     state, step = optimizer.init(params), fz.train_step(lambda p, x: sum((p[k] * x[k]).sum() for k in p), optimizer)
     trained = step.init(params)
     for count in range(5):
         grads = {"a": draw(10 + count, 5, 3), "b": draw(20 + count, 70)}
         updates, state = optimizer.update(grads, state, params)
+        if reference is None:
+            want, by_formula = formula.update(grads, by_formula, params)
+            assert_trees_close(updates, want, rtol=1e-12)
         params = {key: params[key] + updates[key] for key in params}
         trained, _ = step(trained, grads)
         assert_trees_close(fz.gather(trained.params), params, rtol=1e-12)
@@ -70,6 +72,14 @@ def test_against_torch_and_fused_against_update(name: str) -> None:
             assert_trees_close(params, dict(zip(params, [leaf.detach() for leaf in leaves], strict=True)), rtol=1e-12)
 
 
+def test_numbers_that_make_no_optimizer_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"sgd\(nesterov=True\): got momentum=None, expected a momentum"):
+        fz.sgd(0.1, nesterov=True)
+    with pytest.raises(ValueError, match=r"adamw\(b2=\.\.\.\): got 1\.0"):
+        fz.adamw(0.1, b2=1.0)
+    assert fz.sgd(0.1, weight_decay=0.5).init({"w": torch.ones(1)}).momentum is None  # nothing is kept of it
+
+
 @pytest.mark.parametrize("rate", [None, "0.1", torch.ones(2)])
 def test_a_schedule_that_makes_no_number_is_refused(rate: Any) -> None:
     step = fz.train_step(lambda p: p["w"].sum(), fz.sgd(lambda count: rate))
@@ -77,36 +87,32 @@ def test_a_schedule_that_makes_no_number_is_refused(rate: Any) -> None:
         step(step.init({"w": torch.ones(2)}))
 
 
-@given(stage=st.sampled_from([0, 1, 2, 3]), donated=st.booleans(), world=st.integers(1, 3))
-def test_an_optimizer_in_optax_shape(stage: int, donated: bool, world: int) -> None:
-    """A user's pair (init, update) without fused, on any pytree, with a state of its own."""
+def test_a_schedule_of_the_momentum() -> None:
+    """As in torch, where the betas of a group are changed before each step."""
+    betas = [0.8, 0.5, 0.9, 0.7]
+    generator = torch.Generator().manual_seed(0)
+    w, x = torch.randn(5, 3, generator=generator), torch.randn(4, 5, generator=generator)
+    makes: list[tuple[Any, Any]] = [(fz.adamw, torch.optim.AdamW), (fz.adam, torch.optim.Adam)]
+    for make, theirs in makes:
+        leaf = w.clone().requires_grad_()
+        own = theirs([leaf], lr=0.1, weight_decay=0.1)
+        for b1 in betas:
+            own.param_groups[0]["betas"] = (b1, 0.999)
+            own.zero_grad()
+            (x @ leaf).square().mean().backward()
+            own.step()
 
-    def update(grads: Any, state: Any, params: Any) -> Any:
-        import optree
+        def rank_main(rank: int, make: Any = make) -> torch.Tensor:
+            made = make(0.1, b1=betas.__getitem__, weight_decay=0.1)
+            step = fz.shard_zero3(fz.train_step(lambda p, x: (x @ p["w"]).square().mean(), made))
+            state = step.init({"w": w})
+            for _ in betas:
+                state, _ = step(state, x)
+            return fz.gather(state.params)["w"]
 
-        state = optree.tree_map(lambda s, g: 0.5 * s + g, state, grads)
-        return optree.tree_map(lambda s: -0.1 * s, state), state
-
-    def init(params: Any) -> Any:
-        import optree
-
-        return optree.tree_map(torch.zeros_like, params)
-
-    mine = fz.GradientTransformation(init, update)
-    loss, params = scenarios.stack()
-    world = world if stage else 1
-    batches = scenarios.vector_batches(world)
-
-    def rank_main(rank: int) -> Any:
-        out = []
-        for optimizer in (mine, fz.sgd(0.1, momentum=0.5), fz.chain(fz.clip_by_value(100.0), mine)):
-            shard = {0: lambda s: s, 1: fz.shard_zero1, 2: fz.shard_zero2, 3: fz.shard_zero3}[stage]
-            step = shard(fz.train_step(loss, optimizer))
-            step = fz.donate(step) if donated else step
-            state = step.init(params)
-            for _ in range(3):
-                state, _ = step(state, *batches[rank])
-            out.append(fz.gather(state.params))
-        assert_trees_close(*out, rtol=1e-12)
-
-    run_ranks(rank_main, world)
+        torch.testing.assert_close(run_ranks(rank_main, 2)[0], leaf.detach(), rtol=1e-5, atol=1e-6)
+    lion = fz.lion(0.1, b1=betas.__getitem__)
+    grads, params = {"w": torch.tensor([1.0, -1.0])}, {"w": torch.zeros(2)}
+    updates, state = lion.update(grads, lion.init(params), params)
+    updates, _ = lion.update({"w": torch.tensor([-0.02, -1.0])}, state, params)  # 0.5 * 0.01 - 0.5 * 0.02
+    assert updates["w"].tolist() == pytest.approx([0.1, 0.1])

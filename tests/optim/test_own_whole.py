@@ -91,7 +91,7 @@ def drawn(shapes: Any, units: int) -> Any:
     return [{str(i): torch.randn(s, generator=made, dtype=F64) for i, s in enumerate(shapes)} for _ in range(units)]
 
 
-@by_day(15)
+@by_day(23)
 @given(
     kind=st.sampled_from([*LEAVES, *ELEMENTS]),
     most=st.sampled_from([3.0, torch.inf]),

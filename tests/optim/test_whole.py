@@ -213,43 +213,23 @@ def test_behind_and_before_others_in_a_chain(members: Any) -> None:
             assert others == counts
 
 
-def test_saved_loaded_and_converted_on_other_ranks(tmp_path: Any) -> None:
-    def made() -> Any:
-        return fz.shard_zero3(fz.train_step(loss, fz.whole(MOVED)))
-
-    x = torch.ones(2, dtype=F64)
+@pytest.mark.parametrize("optimizer", [fz.whole(MOVED), fz.adafactor()])
+def test_saved_loaded_and_converted_on_other_ranks_and_in_other_units(optimizer: Any, tmp_path: Any) -> None:
+    step, x = fz.train_step(loss, optimizer), torch.ones(2, dtype=F64)
+    steps = [fz.shard_zero3(step), fz.shard_zero1(step), fz.train_step(loss, optimizer, units="1")]
 
     def first(rank: int) -> Any:
-        step = made()
-        state, _ = step(step.init(drawn(SHAPES, 2)), x)
+        state, _ = steps[0](steps[0].init(drawn(SHAPES, 2)), x)
         fz.save(tmp_path / "state", state)
-        other = fz.shard_zero1(fz.train_step(loss, fz.whole(MOVED)))
-        converted, _ = other(fz.convert(state, other), x)
-        return fz.gather(step(state, x)[0].params), fz.gather(converted.params)
+        return [fz.gather(own(fz.convert(state, own), x)[0].params) for own in steps]
 
     def then(rank: int) -> Any:
-        step = made()
-        return fz.gather(step(fz.load(tmp_path / "state", step), x)[0].params)
+        return [fz.gather(own(fz.load(tmp_path / "state", own), x)[0].params) for own in steps]
 
-    want = run_ranks(first, 3)[0]
-    assert_trees_close(want[1], want[0], rtol=1e-12)
-    for got in run_ranks(then, 2):
-        assert_trees_close(got, want[0], rtol=1e-12)
-
-
-@pytest.mark.parametrize("optimizer", [fz.whole(MOVED), fz.adafactor()])
-def test_into_other_units(optimizer: Any, tmp_path: Any) -> None:
-    def on(rank: int) -> Any:
-        step, x = fz.shard_zero3(fz.train_step(loss, optimizer)), torch.ones(2, dtype=F64)
-        other = fz.train_step(loss, optimizer, units="1")
-        state, _ = step(step.init(drawn(SHAPES, 2)), x)
-        fz.save(tmp_path / "state", state)
-        converted, loaded = fz.convert(state, other), fz.load(tmp_path / "state", other)
-        return [fz.gather(own(each, x)[0].params) for own, each in ((step, state), (other, converted), (other, loaded))]
-
-    for first, *others in run_ranks(on, 2):
-        for each in others:
-            assert_trees_close(each, first, rtol=1e-12)
+    want, *others = run_ranks(first, 3)[0]
+    for found in (others, *run_ranks(then, 2)):
+        for got in found:
+            assert_trees_close(got, want, rtol=1e-12)
 
 
 @pytest.mark.parametrize("optimizer", [fz.whole(MOVED), fz.adafactor()])

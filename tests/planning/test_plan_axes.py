@@ -450,16 +450,3 @@ def test_a_leaf_that_there_is_not() -> None:
         fz.plan(STEP, W).held("v", 0)
     with pytest.raises(ValueError, match=r"Plan.held: got rank=1, expected one from 0 to 0"):
         fz.plan(STEP, W).held("w", 1)
-
-
-def _on_processes(rank: int) -> Any:
-    real = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    layers, mesh = (("column_row", 5), ("fused", 3)), ((1, 2, 1, 2), ("dp",), None)
-    step, params = made(layers, mesh, 3, (), "plain", real)
-    plan = fz.plan(step, params, rank=rank)
-    state = step.init(params)
-    return plan.params == nbytes_of(state.params), plan.moments == nbytes_of(state.moments), dict(plan.mesh)
-
-
-def test_on_real_processes() -> None:
-    assert run_ranks(_on_processes, 4, backend="processes") == [(True, True, {"dp": 2, "tp": 2})] * 4

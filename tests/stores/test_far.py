@@ -1,4 +1,4 @@
-"""State that is offloaded from a device that is not the CPU: one that is made for this, where there is no other."""
+"""State that is offloaded or saved from a device that is no CPU: one that is made for this, where there is no other."""
 
 from __future__ import annotations
 
@@ -14,11 +14,16 @@ from nightly import NIGHTLY, in_turns
 TESTS = Path(__file__).parents[1]
 
 
-@in_turns(2, "a device that lies elsewhere")
+COUNT = "30" if NIGHTLY else "10"
+PROGRAMS = {"far.steps": (("0", COUNT), f"{COUNT} of {COUNT} alike"), "far.saves": ((), "9 of 9 alike")}
+
+
+@in_turns(2)
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler makes the device")
-def test_steps_are_those_with_all_state_on_the_device(tmp_path: Path) -> None:
-    """Numbers, and the bytes that cross; in a process of its own, which then has an accelerator."""
-    count = "30" if NIGHTLY else "10"
-    command = [sys.executable, "-m", "far.steps", "0", count, str(tmp_path)]
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_state_is_what_it_is_on_the_device(program: str, tmp_path: Path) -> None:
+    """Of steps, with the bytes that cross, and of saves and loads; in a process of its own, which then has a device."""
+    given, said = PROGRAMS[program]
+    command = [sys.executable, "-m", program, *given, str(tmp_path)]
     ran = subprocess.run(command, cwd=TESTS, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
-    assert ran.returncode == 0 and f"{count} of {count} alike" in ran.stdout, f"{ran.stdout}\n{ran.stderr}"
+    assert ran.returncode == 0 and said in ran.stdout, f"{ran.stdout}\n{ran.stderr}"

@@ -154,6 +154,7 @@ def test_any_cotangent_twice_and_a_second_derivative() -> None:
     torch.testing.assert_close(results[0], results[1], rtol=1e-10, atol=1e-12)
 
 
+@in_turns(5, "compiled by torch")
 def test_autocast() -> None:
     step, params = module_step(dtype=torch.float32)
     step = fz.shard_zero3(fz.autocast(step))

@@ -12,8 +12,6 @@ from nightly import in_turns
 
 import fzero as fz
 
-F64 = torch.float64
-
 
 def test_a_dynamic_scale_grows_and_backs_off() -> None:
     step = fz.loss_scale(fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1)), initial=8.0, interval=2)

@@ -33,6 +33,9 @@ def test_it_says_so_in_the_table() -> None:
     rows = step.rows([("blocks.0.w", (2,), F64), ("head", (2,), F64)])
     assert [row.moments.memory for row in rows if row.moments] == ["host", "device"]
     assert [row.params.memory for row in rows] == ["device", "device"]
+    twice = fz.offload(fz.offload(step, params=HOST, pattern="blocks.*"), params=HOST, pattern="blocks.*")
+    found = [row.memories for row in twice.rows([("blocks.0.w", (2,), F64), ("head", (2,), F64)])]
+    assert found == [("host", "device", "host"), ("device", "device", "device")]
     assert "moments in blocks.*         offload(moments='host', pattern='blocks.*')" in str(step)
     assert "fp64, host" in str(fz.plan(step, {"blocks": [{"w": torch.ones(2, dtype=F64)}]}))
 
@@ -207,15 +210,6 @@ def test_states_of_other_memories_are_converted() -> None:
         assert_trees_equal(fz.gather((state.params, state.moments)), want)
     with pytest.raises(ValueError, match=r"got a state of another step.*fz.convert\(state, step\)"):
         steps[1](state, torch.ones(2, 64))
-
-
-def test_units_that_stay_are_left_out_of_the_patterns() -> None:
-    step = fz.train_step(lambda p, x: x, fz.adamw(1e-2))
-    some = fz.offload(step, params=HOST, pattern="blocks.0.*")
-    leaves = [("blocks.0.w", (2,), F64), ("blocks.1.w", (2,), F64)]
-    assert [row.params.memory for row in some.rows(leaves)] == ["host", "device"]
-    twice = fz.offload(fz.offload(some, params=HOST, pattern="blocks.0.*"), moments=HOST)
-    assert [row.memories for row in twice.rows(leaves)] == [("host", "device", "host"), ("device", "device", "host")]
 
 
 def test_bad_input_is_refused() -> None:

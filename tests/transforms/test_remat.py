@@ -12,15 +12,6 @@ import torch
 import fzero as fz
 from fzero.testing import LiveBytes, run_ranks
 
-F64 = torch.float64
-
-
-def test_it_says_so_in_the_table() -> None:
-    step = fz.remat(fz.train_step(lambda p, x: x, fz.sgd(0.1)), "blocks.*")
-    rows = step.rows([("blocks.0.w", (2,), F64), ("head", (2,), F64)])
-    assert [row.remat for row in rows] == [True, False]
-    assert "remat      blocks.*         remat(pattern='blocks.*')" in str(step)
-
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_activations_of_one_unit_live_at_a_time(stage: int) -> None:

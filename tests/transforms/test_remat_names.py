@@ -25,9 +25,6 @@ F64 = torch.float64
 D = 4
 NAMES = ("a", "b", "c")
 Params = dict[str, torch.Tensor]
-Tensors = list[torch.Tensor]
-
-
 # ---- drawn units: each operation takes the newest tensor, another one, and the params
 
 
@@ -415,8 +412,8 @@ def test_only_what_is_needed_runs_again() -> None:
 def test_names_stand_in_the_table_and_the_rule() -> None:
     step = fz.remat(fz.train_step(lambda p, x: x, fz.sgd(0.1)), "blocks.*", ("a",), ("b",))
     assert "remat(pattern='blocks.*', save=('a',), offload=('b',))" in str(step)
-    row = step.rows([("blocks.0.w", (2,), F64)])[0]
-    assert row.remat and (row.names.save, row.names.offload) == (("a",), ("b",))
+    row, other = step.rows([("blocks.0.w", (2,), F64), ("head", (2,), F64)])
+    assert row.remat and (row.names.save, row.names.offload) == (("a",), ("b",)) and not other.remat
     with pytest.raises(ValueError, match="set twice: by remat\\(save=\\('a',\\)\\) and by remat\\(\\)"):
         fz.remat(fz.remat(fz.train_step(lambda p, x: x, fz.sgd(0.1)), save=("a",)))
 

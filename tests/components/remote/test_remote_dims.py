@@ -13,13 +13,13 @@ import torch
 import torch.utils._pytree as torch_pytree
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from remote_builds import need_close
 
 import fzero as fz
 
 P = fz.PartitionSpec
 MESHES = [(1, 1), (2, 1), (1, 3), (2, 2), (3, 1), (1, 4)]
 AXES = [(), ("a",), ("b",), ("a", "b"), ("b", "a")]
-need_close = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
 TOKENS_IN = P("dp", "sp"), P("dp"), None
 TOKENS_OUT = {"own": P("dp", "sp"), "total": P("dp"), "turned": P("sp", "dp"), "every": P("dp"), "loss": P()}
 

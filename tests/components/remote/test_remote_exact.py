@@ -167,20 +167,14 @@ def test_the_loop_of_two_components(component: Any) -> None:
     vision, v_params = builds.built(0, stage=0)
     text, t_params = builds.built_head(0, stage=0)
 
-    def loop(vision: Any, v_state: Any, text: Any, t_state: Any) -> Any:
+    def loop(vision: Any, text: Any, states: Any) -> Any:
         for _ in range(3):
-            emb, pull_v = vision.vjp(v_state, images, ("rows",))
-            loss, pull_t = text.vjp(t_state, tokens, emb)
-            g_t, (_, ct) = pull_t(torch.ones_like(loss))
-            g_v, _ = pull_v(ct)
-            norm = fz.global_norm(g_v, g_t)
-            v_state, _ = vision.update(v_state, g_v, grad_norm=norm)
-            t_state, _ = text.update(t_state, g_t, grad_norm=norm)
-        return fz.gather((v_state.params, t_state.params)), loss
+            states, loss = builds.both_updated(vision, text, states, images, tokens)
+        return fz.gather(tuple(state.params for state in states)), loss
 
-    expected = loop(vision, vision.init(v_params), text, text.init(t_params))
+    expected = loop(vision, text, (vision.init(v_params), text.init(t_params)))
     for ranks, stage in ((1, 0), (2, 1), (3, 2)):
         with fz.remote(functools.partial(builds.built_head, stage=stage), ranks, "threads", "text") as there:
-            got, loss = loop(component, component.init(), there, there.init())
+            got, loss = loop(component, there, (component.init(), there.init()))
             need_close(got, expected[0])
             need_close(fz.fetch(loss), expected[1])

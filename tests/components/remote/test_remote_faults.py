@@ -97,13 +97,6 @@ def test_what_waits_for_a_dead_component_is_told() -> None:
     own.close()
 
 
-def test_threads_that_leave_end_their_component() -> None:
-    with fz.remote(builds.built_trouble, 1, "threads", name="vision") as own:
-        state = own.init()
-        with pytest.raises(fz.ComponentDied, match="has left by SystemExit"):
-            fz.fetch(own.forward(state, X, "exit"))
-
-
 @pytest.mark.parametrize("on", ["threads", "processes"])
 def test_a_rank_that_is_left_alone_costs_the_component(on: str) -> None:
     """Where ranks are not checked: its group is of no use any more, which is said in time. Others' values are good."""
@@ -212,19 +205,16 @@ def loop(places: Any, vision: Any, text: Any, folder: Path, kills: dict[int, str
     fz.save(folder / "v0", v_state)
     fz.save(folder / "t0", t_state)
     draw = random.Random(0)
+
+    def kill() -> None:
+        if victim := kills.pop(step, None):
+            time.sleep(draw.random() * 0.02)
+            os.kill(draw.choice(pids_of(vision if victim == "vision" else text)), signal.SIGKILL)
+
     while step < len(images):
         try:
-            victim = kills.pop(step, None)
-            emb, pull_v = vision.vjp(v_state, images[step], ("rows",))
-            if victim:
-                time.sleep(draw.random() * 0.02)
-                os.kill(draw.choice(pids_of(vision if victim == "vision" else text)), signal.SIGKILL)
-            loss, pull_t = text.vjp(t_state, tokens[step], emb)
-            g_t, (_, ct) = pull_t(torch.ones_like(loss))
-            g_v, _ = pull_v(ct)
-            norm = fz.global_norm(g_v, g_t)
-            new_v, _ = vision.update(v_state, g_v, grad_norm=norm)
-            new_t, _ = text.update(t_state, g_t, grad_norm=norm)
+            states = v_state, t_state
+            (new_v, new_t), _ = builds.both_updated(vision, text, states, images[step], tokens[step], kill)
             fz.save(folder / f"v{step + 1}", new_v)
             fz.save(folder / f"t{step + 1}", new_t)
             v_state, t_state, step = new_v, new_t, step + 1

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import remote_builds as builds
 import torch
+from remote_builds import need_close
 
 import fzero as fz
 from fzero.engine.passes import Passes
-
-need_close = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (2, 2), (3, 3)])

@@ -13,6 +13,7 @@ import remote_builds as builds
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from remote_builds import need_close
 
 import fzero as fz
 from fzero.components.remote.layout import joined, layout_of, reads_of, share
@@ -21,7 +22,6 @@ from fzero.components.remote.pull import Table
 from fzero.components.remote.values import Meta, cut_to
 
 PLACES = [("threads", 1), ("threads", 2), ("threads", 3), ("processes", 2)]
-need_close = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
 
 
 @pytest.fixture(scope="module")
@@ -169,35 +169,6 @@ def test_one_value_is_used_by_many(maps: Any) -> None:
         expected = fz.fetch(value)
         del value
         need_close(fz.fetch(outs), [fz.fetch(maps[b].forward(states[b], expected, counts))] * 3)
-
-
-def test_copies_that_differ_are_refused() -> None:
-    """A function that leaves each rank of a sequence its own tokens."""
-
-    def build(rank: int) -> Any:
-        step, params, ax = builds.built_tokens(rank)
-        over = fz.parallel.axis(step.sharding.mesh, "sp")  # type: ignore[union-attr]
-        own = fz.with_fn(step, lambda p, x: torch.tanh(fz.parallel.split(x, over, 1) @ p["w"]))
-        return own, params, ax
-
-    with fz.remote(build, 2, "threads") as own:
-        with pytest.raises(ValueError, match="differs between ranks that have the same examples"):
-            own.vjp(own.init(), torch.arange(24.0, dtype=torch.float64).view(2, 4, 3))
-
-
-def test_values_that_are_shared_are_not_written_to() -> None:
-    """What the caller writes to was copied, on threads, too; and so is what is fetched."""
-    x = torch.ones(4, 3, dtype=torch.float64)
-    with fz.remote(functools.partial(builds.built_trouble, stage=0), 1, "threads") as own:
-        state = own.init()
-        fz.fetch([own.forward(state, x, "none"), own.forward(state, x, "sleep")])
-        own.forward(state, x, "sleep")
-        late, before = own.forward(state, x, "none"), x.clone()
-        x.zero_()
-        assert fz.fetch(late).equal(before)
-        got = fz.fetch(first := own.forward(state, x, "none"))
-        got.fill_(3.0)
-        assert fz.fetch(first).equal(x)
 
 
 def test_a_function_that_writes_to_what_it_is_given_is_refused() -> None:

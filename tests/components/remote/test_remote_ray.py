@@ -42,26 +42,19 @@ def loop(on: str) -> list[torch.Tensor]:
         fz.remote(functools.partial(builds.built, stage=3), 2, on, name="vision") as vision,
         fz.remote(functools.partial(builds.built_head, stage=2), 1, on, name="text", options=options) as text,
     ):
-        v_state, t_state = vision.init(), text.init()
-        losses = []
+        states, losses = (vision.init(), text.init()), []
         for x, y in zip(images, tokens, strict=True):
-            emb, pull_v = vision.vjp(v_state, x, ("rows",))
-            loss, pull_t = text.vjp(t_state, y, emb)
-            g_t, (_, ct) = pull_t(torch.ones_like(loss))
-            g_v, _ = pull_v(ct)
-            norm = fz.global_norm(g_v, g_t)
-            v_state, _ = vision.update(v_state, g_v, grad_norm=norm)
-            t_state, _ = text.update(t_state, g_t, grad_norm=norm)
+            states, loss = builds.both_updated(vision, text, states, x, y)
             losses.append(loss)
-        out = [*fz.fetch(losses), *torch_pytree.tree_leaves(fz.gather((v_state.params, t_state.params)))]
+        out = [*fz.fetch(losses), *torch_pytree.tree_leaves(fz.gather(tuple(state.params for state in states)))]
         if on == "ray":
             with pytest.raises(TimeoutError, match=r"free are \{'CPU': 0\.5\} of \{'CPU': 3\.0\}\. Let ranks share"):
                 fz.remote(builds.built_trouble, 1, "ray", timeout=1.0)
-            need_named(text, t_state, y, emb)
+            need_named(text, states[1], y, vision.forward(states[0], x, ("rows",)))
         return out
 
 
-@in_turns(3, "processes that start slowly")
+@in_turns(5, "interpreters of their own")
 def test_the_same_bits_wherever_it_runs(cluster: None) -> None:
     """And an actor that dies is named, and one that finds no room: by the same actors, which start slowly."""
     del cluster

@@ -16,10 +16,10 @@ import pytest
 import remote_builds as builds
 import torch
 from nightly import in_turns
+from remote_builds import need_close
 
 import fzero as fz
 
-need_close = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
 TRANSFORMS: dict[str, Callable[[Any], Any]] = {
     "accumulate": lambda step: fz.accumulate(step, 2, in_dims=(0, None)),
     "weights": lambda step: fz.accumulate(step, 2, in_dims=(0, None), weights=lambda x, _: len(x)),
