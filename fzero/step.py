@@ -13,7 +13,7 @@ import torch
 from fzero.base import private, pytree
 from fzero.base.arguments import need_argnums, need_bool, need_int, need_norm, wrong
 from fzero.base.context import jitting
-from fzero.base.follow import below_unless, is_transformed
+from fzero.base.follow import is_transformed
 from fzero.engine.alike import need_alike, scalars_in
 from fzero.engine.batch import Batch, Pullback, as_grads, grads_of, reduce_whole, seed_of, sum_of
 from fzero.engine.carry import Carry
@@ -268,10 +268,7 @@ class Step(Spec):
         check_same_optimizer("step.update", self.optimizer, state.params)
         grad_norm = here(grad_norm)
         need_norm(grad_norm, "step.update")
-        if not (follows := follows_step(self, state, "step.update", grads=own, grad_norm=grad_norm)):
-            state, own, grad_norm = constants("step.update", state=state, grads=own, grad_norm=grad_norm)
-        with private.of_normal_tensors(), below_unless(follows):
-            return cast(Updated, apply_update(self, state, own, grad_norm))
+        return cast(Updated, apply_update(self, state, own, grad_norm))
 
     def add_grads(self, state: TrainState, grads: object) -> TrainState:
         """Adds grads to those that the state keeps for its next update: several losses or pullbacks, one update.

@@ -150,3 +150,28 @@ def test_what_torch_has_compiled_elsewhere_is_none_of_the_steps() -> None:
         return fz.scan(step, state, [x] * 3)[1]["loss"].sum()
 
     torch.testing.assert_close(torch.func.grad(losses)(torch.ones(3)), torch.full((3,), 2.4))
+
+
+def test_buffers_of_moments_in_another_order_than_the_layouts() -> None:
+    """As of an optimizer of one's own, which keeps those of small leaves whole, beside its slices of matrices."""
+    unit = fz.unit(lambda p, x: torch.tanh(x @ p["w"]))
+    params = {"a": torch.ones(5, dtype=F64), "blocks": [{"w": torch.eye(5, dtype=F64) + i} for i in range(2)]}
+
+    def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+        for block in p["blocks"]:
+            x = unit(block, x)
+        return (x * p["a"]).square().mean()
+
+    def after(rate: torch.Tensor, scanned: bool) -> torch.Tensor:
+        def update(grads: Any, old: Any, params: Any) -> Any:
+            new = pytree.tree_map(lambda b, g: 0.9 * b + g, old, grads)
+            return pytree.tree_map(lambda b: -rate * b, new), new
+
+        own = fz.GradientTransformation(lambda p: pytree.tree_map(torch.zeros_like, p), update)
+        step = fz.train_step(loss, own)
+        run = fz.scan if scanned else looped
+        return step.forward(run(step, step.init(params), [(x,) for x in X[:3]])[0], X[3])  # type: ignore[no-any-return]
+
+    rate = torch.tensor(0.05, dtype=F64)
+    one, other = [torch.func.grad(after)(rate, scanned) for scanned in (False, True)]
+    torch.testing.assert_close(other, one, rtol=1e-10, atol=0.0)

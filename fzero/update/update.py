@@ -19,7 +19,7 @@ from fzero.formats.formats import Stored
 from fzero.optim._join import need_states
 from fzero.optim._paused import Running, call_paused, combined, finished
 from fzero.optim.base import values
-from fzero.state.checks import follows_step
+from fzero.state.checks import constants, follows_step
 from fzero.state.gather import squares_in
 from fzero.state.moments import next_extra
 from fzero.state.placing import memory_of
@@ -49,8 +49,11 @@ def apply_update(
     if follows_step(step, state, "step.update", grads=grads, grad_norm=grad_norm):
         grads = with_kept(state, grads) if squares is None else grads
         return differentiable_update(step, state, grads, grad_norm, known_metrics(step, state))
-    with state.donated() if step.donates else contextlib.nullcontext(state) as own:
-        return _applied(step, own, grads, grad_norm, squares)
+    # below levels around the call, which would wrap what ranks send each other and what is overwritten
+    state, grads, grad_norm = constants("step.update", state=state, grads=grads, grad_norm=grad_norm)
+    with private.of_normal_tensors(), private.below_transforms():
+        with state.donated() if step.donates else contextlib.nullcontext(state) as own:
+            return _applied(step, own, grads, grad_norm, squares)
 
 
 def with_kept(state: TrainState, grads: Sharded) -> Sharded:
