@@ -15,7 +15,7 @@ import torch
 import fzero as fz
 from fzero.state.sharded import trees_of
 from fzero.stores.disk import Disk
-from fzero.stores.put import DiskBuffer
+from fzero.stores.memories import DiskBuffer
 
 CALLS = ("preadv", "pwritev", "posix_fallocate", "open", "rename")  # of the system, on files of state
 

@@ -14,7 +14,7 @@ import torch
 
 from fzero.stores.away import Away, Wait
 from fzero.stores.file import File
-from fzero.stores.put import DiskBuffer, HostBuffer
+from fzero.stores.memories import DiskBuffer, HostBuffer
 
 
 class Counts:

@@ -16,7 +16,7 @@ import torch
 from fzero.base import hooks, private, texts
 from fzero.base.node import direct, first_order
 from fzero.stores.away import Away, Wait
-from fzero.stores.put import Memory, put
+from fzero.stores.memories import Memory, put
 from fzero.table.handle import storage_of
 
 LEAST = 1024  # bytes from which a tensor is worth its way

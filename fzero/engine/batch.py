@@ -24,7 +24,7 @@ from fzero.state.checks import need_derivatives
 from fzero.state.sharded import Sharded
 from fzero.state.train_state import TrainState
 from fzero.stores.away import Buffer, tensor_of
-from fzero.stores.put import put_again
+from fzero.stores.memories import put_again
 from fzero.table.counting import Counts
 from fzero.table.layout import Key, Layout
 from fzero.table.microbatch import mean_of, parts_of

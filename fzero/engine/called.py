@@ -18,7 +18,7 @@ from fzero.base.refusals import noted
 from fzero.engine.outlets import Recipe, Takes, alike, leaving
 from fzero.engine.signature import Signature
 from fzero.engine.traversal import Traversal, current, here, known
-from fzero.purity.look import Impure, refusal
+from fzero.purity.observer import Impure, refusal
 from fzero.table.placements import Mark, Notes, hand_on, marks_of, notes
 
 

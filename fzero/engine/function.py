@@ -26,7 +26,7 @@ from fzero.engine.use import Use
 from fzero.engine.written import LeafOf, leaf_of, named, stored, unwritten
 from fzero.formats.formats import Plain
 from fzero.purity.check import is_strict
-from fzero.purity.look import looking_at
+from fzero.purity.observer import looking_at
 from fzero.state.checks import check_values, transform_of
 from fzero.state.sharded import Sharded
 from fzero.state.train_state import TrainState

@@ -11,7 +11,7 @@ import torch
 from fzero.base.context import variable
 from fzero.base.replay import Held, Keeping, Plan, Recording, Replaying
 from fzero.engine.activations import Activations, Kept
-from fzero.stores.put import DEVICE, HOST, Memory
+from fzero.stores.memories import DEVICE, HOST, Memory
 from fzero.table.names import Names
 
 

@@ -34,9 +34,9 @@ from fzero.engine.traversal import Traversal, inside
 from fzero.engine.written import Memories, leaf_of
 from fzero.purity import check
 from fzero.purity.collectives import current as collectives
-from fzero.purity.look import Impure, one_level, refusal
+from fzero.purity.observer import Impure, one_level, refusal
 from fzero.purity.trial import Trial
-from fzero.stores.put import DEVICE
+from fzero.stores.memories import DEVICE
 from fzero.table.layout import Key
 from fzero.table.names import NO_NAMES
 from fzero.table.placements import marks_of, notes

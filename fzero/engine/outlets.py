@@ -14,7 +14,7 @@ import torch
 from fzero.base import private
 from fzero.base.node import OWNER
 from fzero.base.rebound import tensors_inside
-from fzero.purity.look import Impure
+from fzero.purity.observer import Impure
 from fzero.table.handle import Valueless, storage_of
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)

@@ -23,7 +23,7 @@ from fzero.state.checks import can_follow_here
 from fzero.state.sharded import Sharded
 from fzero.state.train_state import TrainState
 from fzero.stores.away import tensor_of
-from fzero.stores.put import put_again
+from fzero.stores.memories import put_again
 from fzero.table.counting import Counts, Mask
 from fzero.table.spec import Spec
 

@@ -18,8 +18,8 @@ from fzero.base.refusals import noted
 from fzero.base.replay import Plan
 from fzero.base.thread_state import autocasts, function_modes_on
 from fzero.engine.traversal import Traversal
-from fzero.purity.look import own_modes
-from fzero.stores.put import DEVICE
+from fzero.purity.observer import own_modes
+from fzero.stores.memories import DEVICE
 from fzero.table.handle import Handle
 from fzero.table.names import NO_NAMES
 from fzero.table.rows import Row

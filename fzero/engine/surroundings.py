@@ -12,7 +12,7 @@ from fzero.base import private
 from fzero.base.context import OURS
 from fzero.base.refusals import is_library
 from fzero.base.thread_state import function_modes_on
-from fzero.purity.look import own_modes
+from fzero.purity.observer import own_modes
 
 
 class Surroundings:

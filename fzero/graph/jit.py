@@ -37,8 +37,8 @@ from fzero.graph.signatures import (
 from fzero.graph.trace import Traced, result_of, trace
 from fzero.state.beyond import here
 from fzero.state.train_state import TrainState
-from fzero.stores.put import DEVICE
-from fzero.stores.put import name_of as memory_name
+from fzero.stores.memories import DEVICE
+from fzero.stores.memories import name_of as memory_name
 from fzero.table.counting import Mask
 from fzero.table.handle import name_of
 from fzero.table.spec import Spec

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from fzero.base import private, pytree, texts
 from fzero.base.refusals import noted
 from fzero.modules.private_copy import REGISTRIES, Constant
-from fzero.purity.look import looking_at, memory_of
+from fzero.purity.observer import looking_at, memory_of
 
 Originals = Mapping[int, tuple[str, weakref.ref[torch.Tensor]]]
 

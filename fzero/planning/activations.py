@@ -13,7 +13,7 @@ from fzero.base import pytree, thread_state
 from fzero.base.context import during, own_copies, proves
 from fzero.base.operators import Flops
 from fzero.engine.named import Unit, looking
-from fzero.planning.words import table
+from fzero.planning.messages import table
 from fzero.table.handle import storage_of
 from fzero.table.microbatch import Microbatches
 from fzero.table.names import EVERY_NAME, need_given

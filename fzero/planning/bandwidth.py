@@ -11,7 +11,7 @@ import torch
 
 from fzero.base.arguments import need_int, need_number, wrong
 from fzero.stores.disk import Disk
-from fzero.stores.put import DiskBuffer
+from fzero.stores.memories import DiskBuffer
 
 _PIECES = 8  # that the bytes are moved in: one travels while the next one begins
 

@@ -12,7 +12,7 @@ from fzero.planning.plan import Plan, planned, transfers
 from fzero.planning.traffic import DISK, MEMORIES
 from fzero.planning.update import Taken
 from fzero.stores.disk import Disk, stand_in
-from fzero.stores.put import DEVICE, HOST, Memory
+from fzero.stores.memories import DEVICE, HOST, Memory
 from fzero.table.rows import KINDS
 from fzero.table.spec import S, Spec, need_step
 from fzero.transforms import offload

@@ -21,8 +21,7 @@ from fzero.parallel.check import sent_by
 from fzero.planning import traffic
 from fzero.planning.activations import Activations, activation_lines, activations_of, without_axis
 from fzero.planning.bandwidth import Bandwidth, need_bandwidth
-from fzero.planning.update import Taken, taken
-from fzero.planning.words import (
+from fzero.planning.messages import (
     HEAD,
     OF_PARAMS,
     Sent,
@@ -35,10 +34,11 @@ from fzero.planning.words import (
     turn_lines,
     turns_of,
 )
+from fzero.planning.update import Taken, taken
 from fzero.state.init import leaf_specs
 from fzero.state.moments import filled
 from fzero.state.sharded import Sharded
-from fzero.stores.put import DEVICE, HOST
+from fzero.stores.memories import DEVICE, HOST
 from fzero.table.layout import Layout
 from fzero.table.module_params import frozen_leaves, hints_of
 from fzero.table.ranks import AnyMesh, Held, Holdings, Ranks, cuts_of, joined, ranks_of

@@ -13,13 +13,13 @@ from fzero.base import pytree
 from fzero.base.norms import ROW, ROWS
 from fzero.base.patterns import ROOT
 from fzero.formats.formats import Format, Plain
+from fzero.planning.messages import uses_of
 from fzero.planning.update import Taken
-from fzero.planning.words import uses_of
 from fzero.state.moments import init_extras, init_moments
 from fzero.state.placing import memory_of
 from fzero.state.sharded import Sharded, group_of, is_sharded, trees_of
 from fzero.stores.blocks import rounded
-from fzero.stores.put import DEVICE, HOST, name_of
+from fzero.stores.memories import DEVICE, HOST, name_of
 from fzero.table.layout import Key, Layout
 from fzero.table.rows import Row
 from fzero.table.spec import LEAF_NORMS, Spec

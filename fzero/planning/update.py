@@ -18,7 +18,7 @@ from fzero.base import pytree, thread_state
 from fzero.comm.alone import Alone
 from fzero.kernels.onepass import LARGE
 from fzero.planning.live import LiveBytes
-from fzero.planning.words import Sent, round_a_ring
+from fzero.planning.messages import Sent, round_a_ring
 from fzero.state.moments import filled, init_extras, init_moments, next_extra
 from fzero.state.owners import owners
 from fzero.state.sharded import Sharded, trees_of

@@ -30,7 +30,7 @@ from fzero.base.rebound import tensors_inside
 from fzero.base.refusals import heard, is_ours, noted
 from fzero.base.thread_state import without_dispatch_modes, without_users_modes
 from fzero.purity.collectives import current as collectives
-from fzero.purity.look import Impure, Look, NameOf, Operation, Seen, beside, gone, memory_of, refusing
+from fzero.purity.observer import Impure, Look, NameOf, Operation, Seen, beside, gone, memory_of, refusing
 from fzero.table.handle import StandIn
 
 Run = Callable[[Sequence[torch.Tensor]], Sequence[object]]  # given tensors -> its flat result

@@ -22,7 +22,7 @@ from fzero.state.sharded import Sharded, part_names, trees_of
 from fzero.state.sliced import cuts, held_of, slice_in
 from fzero.state.train_state import TrainState
 from fzero.stores.away import Buffer
-from fzero.stores.put import name_of, put
+from fzero.stores.memories import name_of, put
 from fzero.table.layout import Key, Layout
 from fzero.table.module_params import frozen_leaves, hints_of
 from fzero.table.rows import Leaf

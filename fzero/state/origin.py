@@ -19,7 +19,7 @@ from fzero.state.sharded import Sharded, is_sharded
 from fzero.state.sliced import Sliced, keep_blocks, lies_in_slices, regroup, sliced_in, wide
 from fzero.state.train_state import grads_like
 from fzero.stores.away import Buffer, tensor_of
-from fzero.stores.put import DEVICE
+from fzero.stores.memories import DEVICE
 from fzero.table.layout import Key, Layout
 from fzero.table.spec import Spec
 

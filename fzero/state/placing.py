@@ -6,7 +6,7 @@ import torch
 
 from fzero.state.sharded import Sharded, group_of
 from fzero.stores.away import Away, Buffer
-from fzero.stores.put import DEVICE, Memory, put
+from fzero.stores.memories import DEVICE, Memory, put
 from fzero.table.layout import Key
 from fzero.table.rows import KINDS, Row
 

@@ -18,7 +18,7 @@ from fzero.state.checks import checksums, open_to_transforms
 from fzero.state.sharded import Sharded, check_buffers, entries_of, is_item, is_sharded
 from fzero.state.sliced import codes_of, held_of, slice_in, slice_of
 from fzero.stores.away import Buffer
-from fzero.stores.put import put_again
+from fzero.stores.memories import put_again
 from fzero.table.layout import Key
 
 Tree = TypeVar("Tree")

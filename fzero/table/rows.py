@@ -15,7 +15,7 @@ from fzero.base.arguments import named
 from fzero.base.patterns import ROOT, matches, unit_of, unmatched
 from fzero.comm.backend import Mesh
 from fzero.formats.formats import Format
-from fzero.stores.put import DEVICE, HOST, Memory
+from fzero.stores.memories import DEVICE, HOST, Memory
 from fzero.table.names import NO_NAMES, Names
 from fzero.table.policy import ByPath, Policy
 from fzero.table.slices import AUTO, Cut, Hint, OverMesh, Said, Slices, Styles, TensorAxis, Use, slices_of

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import fzero as fz
 from fzero.schedules import Kind, Schedule, Task
-from fzero.stores.put import Memory
+from fzero.stores.memories import Memory
 
 Transform = Callable[[fz.Step], fz.Step]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fzero.base.patterns import also
-from fzero.stores.put import Memory, need_memory
+from fzero.stores.memories import Memory, need_memory
 from fzero.table.spec import S, need_step
 
 

@@ -27,7 +27,7 @@ from fzero.state.sharded import Draw, Sharded, entries_of, is_sharded, map_trees
 from fzero.state.squares import LeafSquares, metric, need_alike_beside
 from fzero.state.train_state import TrainState, being_saved
 from fzero.stores.away import Away, donated_to
-from fzero.stores.put import HOST, HostBuffer
+from fzero.stores.memories import HOST, HostBuffer
 from fzero.table.layout import Key, Layout
 from fzero.table.optimizer import Paused
 from fzero.table.spec import LEAF_NORMS, Spec

@@ -18,7 +18,7 @@ from fzero.state.placing import memory_of, settle
 from fzero.state.sharded import Draw, Part, Sharded, group_of
 from fzero.state.train_state import TrainState
 from fzero.stores.away import Away, Buffer, Wait
-from fzero.stores.put import DEVICE
+from fzero.stores.memories import DEVICE
 from fzero.table.layout import Key
 from fzero.table.spec import Extra, Spec
 

@@ -12,7 +12,7 @@ from torch import nn
 from units import F64, X, forms, params_of
 
 import fzero as fz
-from fzero.purity.look import looking_at
+from fzero.purity.observer import looking_at
 from fzero.testing import assert_trees_equal, run_ranks
 
 FORMS = forms("plain", "ZeRO-3", "ZeRO-3, remat", "fused")

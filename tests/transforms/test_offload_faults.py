@@ -21,8 +21,8 @@ from nightly import NIGHTLY, by_turns, in_turns
 import fzero as fz
 from fzero.base import pytree
 from fzero.stores.disk import Disk
+from fzero.stores.memories import DiskBuffer
 from fzero.stores.pool import Pool
-from fzero.stores.put import DiskBuffer
 from fzero.testing import assert_trees_equal, checked_collectives, run_ranks
 
 

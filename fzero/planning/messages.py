@@ -12,7 +12,7 @@ import torch
 from fzero.base.display import counted, in_bytes
 from fzero.base.patterns import ROOT
 from fzero.formats.formats import Blocks, Plain, nbytes
-from fzero.stores.put import DEVICE, name_of
+from fzero.stores.memories import DEVICE, name_of
 from fzero.table.layout import Key, Layout
 from fzero.table.ranks import Ranks, joined
 from fzero.table.rows import Kept, Row
