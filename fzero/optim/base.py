@@ -27,7 +27,6 @@ from fzero.table.optimizer import GradientTransformation, Number, Schedule
 
 Tree = TypeVar("Tree")
 Kept = tuple[pytree.Count, *tuple[object, ...]]  # an optimizer's state: applied updates, moments
-_NO_COUNTERS = Counters()
 _METHODS = ("init", "update", "fused", "label", "metrics", "paused", "combine")
 _RANGES: dict[str, Callable[[float], bool]] = {
     "a number in [0, 1)": lambda value: 0.0 <= value < 1.0,
@@ -219,7 +218,7 @@ class Elementwise(Rated):
         for key in params.groups:
             stored = [tree.stored(key) for tree in (params, *moments)]
             rounds = any([own.format.rounds for own in stored])
-            counters = draw.counters(params.layout, key, params.rank_of(key)) if rounds else _NO_COUNTERS
+            counters = draw.counters(params.layout, key, params.rank_of(key)) if rounds else Counters()
             compiled, g = key.unit in draw.compiled, grads.local(key)
             for start, stop, missed in spans(old[0], params, key):
                 numbers, one = of_count(old[0].value - missed + 1)
