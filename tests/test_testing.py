@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import sys
 import threading
 import time
 import traceback
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -97,6 +99,15 @@ def test_a_failing_rank_fails_at_once_and_is_named(backend: str) -> None:
         t.run_ranks(leave_on_one, 2, backend=backend)
     assert time.perf_counter() - start < 20
     assert t.run_ranks(double, 2, backend=backend) == [0, 2]
+
+
+def test_processes_that_are_there_find_modules_of_a_folder_that_is_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    t.run_ranks(abs, 1, backend="processes")
+    (tmp_path / "made_for_ranks.py").write_text("def doubled(rank):\n    return 2 * rank\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert t.run_ranks(importlib.import_module("made_for_ranks").doubled, 2, backend="processes") == [0, 2]
 
 
 def test_processes_that_die_as_they_begin_are_told_of() -> None:

@@ -248,7 +248,7 @@ class _Pool:
         try:
             for _ in range(size):
                 ours, theirs = context.Pipe()
-                process = context.Process(target=_worker, args=(theirs, list(sys.path)), daemon=True)
+                process = context.Process(target=_worker, args=(theirs,), daemon=True)
                 with startable():
                     process.start()
                 theirs.close()
@@ -285,7 +285,7 @@ class _Pool:
             for rank in range(world_size):
                 store = os.path.join(folder, "store")
                 with contextlib.suppress(OSError):  # of a process that has died, as is said below
-                    self.pipes[rank].send((job, rank, world_size, store, timeout, around, filters))
+                    self.pipes[rank].send((job, rank, world_size, store, timeout, around, filters, sys.path))
             results: list[object] = [None] * world_size
             failed: list[tuple[int, str]] = []
             waiting = {self.pipes[rank]: rank for rank in range(world_size)}
@@ -322,12 +322,11 @@ def _pool(size: int) -> _Pool:
     return _pools[0]
 
 
-def _worker(pipe: multiprocessing.connection.Connection, path: list[str]) -> None:
-    sys.path[:] = path
+def _worker(pipe: multiprocessing.connection.Connection) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            job, rank, world_size, store, timeout, around, filters = pipe.recv()
+            job, rank, world_size, store, timeout, around, filters, sys.path[:] = pipe.recv()
         except (EOFError, KeyboardInterrupt):  # a Ctrl-C while it waits is its caller's
             return
         try:
