@@ -104,7 +104,7 @@ def test_a_failing_rank_fails_at_once_and_is_named(backend: str) -> None:
 def test_processes_that_are_there_find_modules_of_a_folder_that_is_new(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    t.run_ranks(abs, 1, backend="processes")
+    t.run_ranks(abs, 2, backend="processes")
     (tmp_path / "made_for_ranks.py").write_text("def doubled(rank):\n    return 2 * rank\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert t.run_ranks(importlib.import_module("made_for_ranks").doubled, 2, backend="processes") == [0, 2]
