@@ -122,7 +122,7 @@ def leaves_counted() -> Iterator[Sent]:
         return sliced(axis, x, *more)
 
     with mock.patch.object(owners, "start_exchange", exchange), mock.patch.object(pieces, "gathered", gather):
-        with mock.patch.object(_leaf_states, "start_exchange", exchange):
+        with mock.patch.object(_leaf_states, "gathered", gather):
             yield out
 
 
