@@ -228,9 +228,9 @@ def test_bad_input_is_refused() -> None:
 
 
 def test_it_says_once_that_the_host_saves_nothing_here() -> None:
-    from fzero.stores import put
+    from fzero.stores import memories
 
-    put._warn_that_it_saves_nothing.cache_clear()
+    memories._warn_that_it_saves_nothing.cache_clear()
     step = fz.offload(fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.adamw(1e-2)), moments=HOST)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
