@@ -226,7 +226,8 @@ ON_PROCESSES: dict[str, Any] = {
     "step": lambda rank: parted(rank, "inductor"),
     "step, ring": lambda rank: along(rank, "ring"),
     "updates": lambda rank: compare_function(rank, "updates", "slices", "graph"),
-    "gradient": lambda rank: compare_function(rank, "gradient", "slices", "inductor"),
+    "gradient": lambda rank: compare_function(rank, "gradient", "slices", "graph"),
+    "gradient by Inductor": lambda rank: compare_function(rank, "gradient", "slices", "inductor"),
 }
 
 
@@ -236,9 +237,14 @@ def on_processes(rank: int, case: str) -> None:
 
 
 @in_turns(4)
-@pytest.mark.parametrize("case", ON_PROCESSES)
+@pytest.mark.parametrize("case", [case for case in ON_PROCESSES if "Inductor" not in case])
 def test_on_processes(case: str) -> None:
     run_ranks(functools.partial(on_processes, case=case), 2, backend="processes", timeout=240)
+
+
+@in_turns(5, "compiled by torch")
+def test_a_gradient_by_inductor_on_processes() -> None:
+    test_on_processes("gradient by Inductor")
 
 
 def test_sizes_that_change_are_refused_on_every_rank() -> None:
