@@ -243,9 +243,10 @@ class _Wire:
     def exchange(self, axis: str, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor], tag: object) -> None:
         self.messages += 1
         self.sent += sum([x.nbytes for rank, x in enumerate(send) if rank != self._rank])
-        flat = max(send[self._rank], *send, key=torch.Tensor.numel).reshape(-1)
-        for target in receive if flat.numel() and not private.is_fake(flat) else ():
-            target.copy_(flat[torch.arange(target.numel(), device=flat.device) % flat.numel()].view(target.shape))
+        own, largest = send[self._rank], max(send, key=torch.Tensor.numel).reshape(-1)
+        for target in receive if largest.numel() and not private.is_fake(largest) else ():
+            places = torch.arange(target.numel(), device=own.device) % largest.numel()
+            target.copy_((own if own.numel() == target.numel() else largest[places]).view(target.shape))
 
 
 def typed(
@@ -294,6 +295,8 @@ class _Called:
         wire = _Wire(self.ax.rank)
         with torch.no_grad(), private.under_function_modes(()), during(playing, wire), during(pieces.graph, None):  # type: ignore[arg-type]
             out = self.send(x)
+            if self.name == ("copy" if self.transposed else "sum"):
+                out = x * self.ax.size  # of a large one ranks send each other sums that this one does not have
             out = out.clone() if out is x or out._is_view() else out  # which may be written to
         told, self.told = self.told if self.ax.size > 1 else [], []
         met = Conversion(
