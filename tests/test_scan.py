@@ -175,3 +175,26 @@ def test_buffers_of_moments_in_another_order_than_the_layouts() -> None:
     rate = torch.tensor(0.05, dtype=F64)
     one, other = [torch.func.grad(after)(rate, scanned) for scanned in (False, True)]
     torch.testing.assert_close(other, one, rtol=1e-10, atol=0.0)
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_what_a_step_hands_on_as_it_is_keeps_its_derivative(order: int) -> None:
+    """A leaf that no step reads, and slow weights that follow every second one."""
+    params = {"w": torch.ones(2, dtype=F64), "unread": torch.ones(2, dtype=F64)}
+
+    def after(values: Any, scanned: bool) -> torch.Tensor:
+        fn = lambda p, x: ((p["w"] - x[:2]) ** 2).sum()
+        step = fz.freeze(fz.train_step(fn, fz.sgd(0.1)), "unread")
+        step = fz.lookahead(step, 2)
+        run = fz.scan if scanned else looped
+        state, _ = run(step, step.init(values), [(x[0],) for x in X[:3]])
+        full = fz.gather(state.params)
+        return (full["unread"] * full["w"]).square().sum()  # type: ignore[no-any-return]
+
+    def derived(scanned: bool) -> Any:
+        grad = torch.func.grad(lambda p: after(p, scanned))
+        if order == 1:
+            return grad(params)
+        return torch.func.grad(lambda p: sum(x.square().sum() for x in grad(p).values()))(params)
+
+    assert_trees_close(derived(True), derived(False), rtol=1e-10)

@@ -130,7 +130,7 @@ class Op:
 
             def looked_at(*primals: torch.Tensor) -> Tensors:
                 out = forward(*primals)
-                reached = {id(leaf) for leaf in leaves_of(out)}
+                reached = {id(x) for x in (*out, *leaves_of(out))}  # a primal may be put out as it is
                 unused.update(i for i, primal in zip(wanted, primals, strict=True) if id(primal) not in reached)
                 return out
 

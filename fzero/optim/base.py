@@ -165,17 +165,31 @@ class Elementwise(Rated):
 
     def update(self, grads: object, old: Kept, params: object = None, **extra: object) -> tuple[object, Kept]:
         now, trees = rate(self.lr, old[0].value), (grads, params, *old[1:])
+        self._need_own(old)
+        if params is None and (is_some(self.coupled) or is_some(self.decoupled)):
+            raise ValueError(f"{self.name}: got no params, which its weight decay needs: update(grads, state, params).")
         if isinstance(grads, Sharded):
             keys, made = grads.groups, [self._of_group(now, old[0], key, grads, trees) for key in grads.groups]
             tree_of = lambda like, buffers: like.over(dict(zip(keys, buffers, strict=True)))
         else:
             (paths, leaves, spec), own = pytree.named_leaves(grads), old[0].own()
             columns = [[None] * len(leaves) if x is None else pytree.flatten(x)[0] for x in trees]
-            made = [self._of_tensor(now, own(path) + 1, *x) for path, *x in zip(paths, *columns, strict=True)]
+            nothing = (None,) * (len(trees) - 1)  # as of a None among the grads, which is no leaf
+            rows = zip(paths, *columns, strict=True)
+            made = [nothing if g is None else self._of_tensor(now, own(path) + 1, g, *x) for path, g, *x in rows]
             tree_of = lambda _, leaves: pytree.unflatten(spec, leaves)
         made_of = lambda i, like: None if like is None else tree_of(like, [each[i] for each in made])
         out = [made_of(i, like) for i, like in enumerate((grads, *old[1:]))]
         return out[0], self.state(old[0].next(), *out[1:])
+
+    def _need_own(self, old: Kept) -> None:
+        """Refuses the state of an optimizer with fewer moments, such as of sgd without momentum."""
+        count = sum(x is not None for x in old[1:])
+        if count < len(self.nonnegative):
+            raise ValueError(
+                f"{self.name}: got a state with {count} moments of each leaf, expected {len(self.nonnegative)}, those "
+                "of its own init. Begin with optimizer.init(params), or take the optimizer that the state is of."
+            )
 
     def _of_group(
         self, now: Number, count: pytree.Count, key: Key, grads: Sharded, trees: Sequence[object]
@@ -205,6 +219,7 @@ class Elementwise(Rated):
         return less(update, now * self.decoupled, p) if is_some(self.decoupled) else update, *new
 
     def fused(self, params: Sharded, grads: Sharded, old: Kept) -> Kept:
+        self._need_own(old)
         if self._tensors:
             return self._in_numbers().fused(params, grads, old)
         now, draw = known(rate(self.lr, old[0].value)), params.draw or Draw(0, 0)

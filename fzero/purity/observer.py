@@ -30,7 +30,7 @@ from fzero.base.places import NOWHERE, Place, place_here
 from fzero.base.refusals import heard, is_library, noted, place_of
 from fzero.comm.backend import COLLECTIVES
 from fzero.purity.collectives import current
-from fzero.table.handle import READABLE, Function, Named, Operands, StandIn, name_of, storage_of, writes
+from fzero.table.handle import READABLE, SET_DATA, Function, Named, Operands, StandIn, name_of, storage_of, writes
 
 # which give no derivative on: x.shape, x.detach()
 _CONSTANT = READABLE | {torch.Tensor.detach, torch.detach, torch.Tensor.data.__get__}  # type: ignore[attr-defined]
@@ -215,6 +215,8 @@ class Look(dispatch.TorchDispatchMode):
                 )
         if func in _CONSTANT:
             return
+        if func == SET_DATA and _is_itself(*operands):  # type: ignore[arg-type] - as module.to(dtype) sets it
+            return
         if writes(func, kwargs):  # before autograd says something else of it
             out = (kwargs or {}).get("out")
             for x in pytree.flatten(operands[:1] if out is None else out)[0]:
@@ -390,3 +392,9 @@ def _refuse_levels(unit: str, func: Function, args: Operands, kwargs: Named) -> 
             )
         )
     return args, kwargs
+
+
+def _is_itself(x: torch.Tensor, value: torch.Tensor) -> bool:
+    form = lambda tensor: (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
+    x, value = private.unwrapped(x), private.unwrapped(value)
+    return form(x) == form(value) and private.same_place(x, value)

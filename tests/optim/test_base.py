@@ -116,3 +116,25 @@ def test_a_schedule_of_the_momentum() -> None:
     updates, state = lion.update(grads, lion.init(params), params)
     updates, _ = lion.update({"w": torch.tensor([-0.02, -1.0])}, state, params)  # 0.5 * 0.01 - 0.5 * 0.02
     assert updates["w"].tolist() == pytest.approx([0.1, 0.1])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_none_among_the_grads_is_no_leaf(name: str) -> None:
+    optimizer, g = CASES[name][0](), torch.tensor([1.0, -2.0])
+    alone, beside = {"w": g}, {"n": None, "w": g}
+    want, _ = optimizer.update(alone, optimizer.init(alone), alone)
+    got, _ = optimizer.update(beside, optimizer.init(beside), beside)
+    assert got["n"] is None
+    assert got["w"].equal(want["w"])
+
+
+def test_states_of_fewer_moments_and_updates_without_params_are_refused() -> None:
+    tree = {"w": torch.ones(2)}
+    moving, still = fz.sgd(0.1, momentum=0.9), fz.sgd(0.1)
+    with pytest.raises(ValueError, match="sgd: got a state with 0 moments of each leaf, expected 1"):
+        moving.update(tree, still.init(tree), tree)
+    made, other = [fz.train_step(lambda p, x: (p["w"] * x).sum(), each) for each in (moving, still)]
+    with pytest.raises(ValueError, match="sgd: got a state with 0 moments of each leaf, expected 1"):
+        made(other.init(tree), torch.ones(2))
+    with pytest.raises(ValueError, match=r"adamw: got no params.*update\(grads, state, params\)"):
+        fz.adamw(0.1).update(tree, fz.adamw(0.1).init(tree))

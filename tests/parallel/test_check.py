@@ -593,3 +593,27 @@ def test_fake_meshes() -> None:
     with fz.testing.fake_mesh({"a": 2}), pytest.raises(RuntimeError, match="already"), fz.testing.fake_mesh({"a": 2}):
         pass
     assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(("numel", "ranks"), [(40_000, 3), (9_000, 3), (40_000, 2)])
+def test_values_of_a_dry_run_are_those_of_equal_ranks(numel: int, ranks: int) -> None:
+    """Also of sums that are large enough to be sent in two rounds: as many rows are made as an input says."""
+    counts = torch.zeros(numel, dtype=torch.long)
+    counts[:3] = torch.tensor([2, 1, 3])
+    params = {"up": torch.ones(2, 6, dtype=torch.float64), "down": torch.ones(6, 2, dtype=torch.float64)}
+
+    def main(rank: int) -> None:
+        mesh = torch.distributed.init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
+        ax = fz.parallel.axis(mesh, "tp")
+
+        def loss(p: Any, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+            own = fz.parallel.sum(fz.parallel.copy(counts, ax), ax) // ax.size
+            y = fz.parallel.copy(x[: len(torch.repeat_interleave(own))], ax)
+            return fz.parallel.sum(torch.tanh(y @ p["up"]) @ p["down"], ax).square().mean()
+
+        step = fz.shard_tensor(fz.train_step(loss, fz.sgd(0.1)), {"up": 1, "down": 0}, mesh=mesh)
+        _, metrics = step(step.init(params), torch.ones(9, 2, dtype=torch.float64), counts)
+        want = (torch.tanh(torch.ones(6, 2, dtype=torch.float64) @ params["up"]) @ params["down"]).square().mean()
+        torch.testing.assert_close(metrics["loss"], want)
+
+    fz.testing.run_ranks(main, ranks)

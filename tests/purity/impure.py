@@ -158,6 +158,7 @@ IMPURE: dict[str, dict[str, Any]] = {
         "a foreach": lambda s, p, x: then(p, x, torch._foreach_mul_([x], 2.0)),
         "a detached input": lambda s, p, x: then(p, x, x.detach().zero_()),
         "an input's data": lambda s, p, x: then(p, x, x.data.zero_()),
+        "an input's data, in another form": lambda s, p, x: then(p, x, setattr(x, "data", x.data.flip(0).flip(0))),
         "an input gets other data": set_,
         "an input's shape": lambda s, p, x: linear(p, x.unsqueeze_(0)[0]),
         "an input through numpy": lambda s, p, x: then(p, x, x.detach().numpy().fill(0.5)),

@@ -13,7 +13,7 @@ from units import F64, X, forms, params_of
 
 import fzero as fz
 from fzero.purity.observer import looking_at
-from fzero.testing import assert_trees_equal, run_ranks
+from fzero.testing import assert_trees_close, assert_trees_equal, run_ranks
 
 FORMS = forms("plain", "ZeRO-3", "ZeRO-3, remat", "fused")
 LINE = r".*test_impure\.py"
@@ -206,3 +206,29 @@ def test_what_comes_to_lie_where_a_constant_lay_is_the_functions_own() -> None:
             for t in own:
                 t.mul_(0.5)
             del own, t
+
+
+class Casting(nn.Linear):
+    """It casts itself in each call, as routers of mixtures of experts do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.to(F64)
+        return super().forward(x)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # at which module.to looks
+@pytest.mark.parametrize("form", sorted(FORMS))
+def test_a_param_that_is_set_to_itself_is_not_written_to(form: str) -> None:
+    apply, params = fz.functional(nn.Sequential(*[Casting(X.shape[1], X.shape[1], dtype=F64) for _ in range(2)]))
+    leaves = [x.requires_grad_() for x in params.values()]
+    plain = dict(zip(params, torch.autograd.grad(apply(params, X).square().sum(), leaves), strict=True))
+
+    def rank_main(rank: int) -> None:
+        step = FORMS[form](fz.train_step(lambda p, x: apply(p, x).square().sum(), fz.sgd(0.0)))
+        state = step.init({name: x.detach() for name, x in params.items()})
+        for _ in range(3):
+            out, pullback = step.vjp(state, X)
+            assert_trees_close(fz.gather(pullback(torch.ones_like(out))[0]), plain, rtol=1e-12)
+            state, _ = step(state, X)
+
+    run_ranks(rank_main, 1 if form == "plain" else 2)
