@@ -14,11 +14,11 @@ demo: .venv/.demo
 # dozens of processes import it
 test: .venv/.installed
 	@echo "== tests: what is dear in turns; make test-all runs all"
-	@HYPOTHESIS_PROFILE=day PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 4 --dist worksteal
+	@HYPOTHESIS_PROFILE=day PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist worksteal
 
 test-all: .venv/.installed
 	@echo "== all tests"
-	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 4 --dist worksteal
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist worksteal
 
 lint: .venv/.installed
 	@echo "== ruff and pyright"
