@@ -80,7 +80,7 @@ class _Sgd:
     def direction(
         self, now: Number, count: int, g: torch.Tensor, b: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if is_some(self.momentum):
+        if b is not None and is_some(self.momentum):
             b = self.momentum * b + g
             g = g + self.momentum * b if self.nesterov else b
         return -now * g, b
