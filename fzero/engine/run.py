@@ -195,9 +195,8 @@ class Run(Outcome):
         into: Mapping[Key, Buffer] | None,
     ) -> Delivery:
         assert self.traversal is not None and self.state is not None
-        out = Delivery(
-            self.traversal.schedule, self.state.params, found, receive, self.unreduced, self.partial
-        )
+        params, schedule = self.state.params, self.traversal.schedule
+        out = Delivery(schedule, params, found, receive, self.unreduced, self.partial)
         out.into, out.used = tensors_of(into), self._used
         return out
 

@@ -46,13 +46,13 @@ def apply_update(
     Args:
         squares: of these grads, which then have those that the state keeps in them (`with_kept`).
     """
-    if follows_step(step, state, "step.update", grads=grads, grad_norm=grad_norm):
-        grads = with_kept(state, grads) if squares is None else grads
-        return differentiable_update(step, state, grads, grad_norm, known_metrics(step, state))
-    # below levels around the call, which would wrap what ranks send each other and what is overwritten
-    state, grads, grad_norm = constants("step.update", state=state, grads=grads, grad_norm=grad_norm)
-    with private.of_normal_tensors(), private.below_transforms():
-        with state.donated() if step.donates else contextlib.nullcontext(state) as own:
+    with private.of_normal_tensors():
+        if follows_step(step, state, "step.update", grads=grads, grad_norm=grad_norm):
+            grads = with_kept(state, grads) if squares is None else grads
+            return differentiable_update(step, state, grads, grad_norm, known_metrics(step, state))
+        state, grads, grad_norm = constants("step.update", state=state, grads=grads, grad_norm=grad_norm)
+        # below levels around the call, which would wrap what ranks send each other and what is overwritten
+        with private.below_transforms(), state.donated() if step.donates else contextlib.nullcontext(state) as own:
             return _applied(step, own, grads, grad_norm, squares)
 
 
