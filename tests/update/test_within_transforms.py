@@ -1,59 +1,88 @@
-"""Steps in a function that torch.func differentiates, by what does not come to them: as steps outside of it."""
+"""Steps within functions that torch.func transforms, by what does not come to them: as steps outside of those."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
+import optree
 import pytest
+import scenarios
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from nightly import in_turns
 
 import fzero as fz
-from fzero.testing import assert_trees_equal, run_ranks
+from fzero.testing import assert_trees_close, run_ranks, strategies
 
-F64 = torch.float64
-PARAMS = {"w": torch.eye(4, dtype=F64), "b": torch.ones(4, dtype=F64)}
-X = torch.linspace(-1, 1, 24, dtype=F64).view(6, 4)
-STEPS: list[Any] = [
-    lambda fn: fz.shard_zero1(fz.train_step(fn, fz.sgd(0.1))),
-    lambda fn: fz.shard_zero2(fz.train_step(fn, fz.adamw(0.1))),
-    lambda fn: fz.shard_zero3(
-        fz.train_step(fn, fz.partition({"w": fz.muon(0.1), "*": fz.sgd(0.1)}))
-    ),
-    lambda fn: fz.shard_zero3(
-        fz.train_step(fn, fz.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9))
-    ),
-]
+pytestmark = pytest.mark.usefixtures("hazards")  # races show
 
-
-def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
-    return torch.tanh(x @ p["w"] + p["b"]).square().mean()
+Scalar = Callable[[torch.Tensor], torch.Tensor]
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "sgd": lambda: fz.sgd(0.1),
+    "clipped adamw": lambda: fz.chain(fz.clip_by_global_norm(0.5), fz.adamw(0.1)),
+    "muon": lambda: fz.partition({"*.w": fz.muon(0.1), "*": fz.sgd(0.1)}),
+    "torch's": lambda: fz.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "whole": lambda: fz.whole(fz.GradientTransformation(lambda params: None, by_columns)),
+}
+AROUND: dict[str, Callable[[Scalar], Scalar]] = {
+    "grad": lambda fn: lambda w: torch.func.grad(fn)(w).square().sum(),
+    "jvp": lambda fn: lambda w: torch.func.jvp(fn, (w,), (torch.ones_like(w),))[1],
+    "vmap": lambda fn: lambda w: torch.vmap(fn)(torch.stack([w, 2 * w])).sum(),
+}
 
 
-def check(rank: int) -> None:
-    for make in STEPS:
-        step = make(loss)
-
-        def updated(state: Any, step: Any = step) -> Any:
-            for x in (X, X + rank):
-                state, _ = step(state, x)
-            return state
-
-        want = updated(step.init(PARAMS))
-        given = step.init(PARAMS)
-        found = []
-
-        def outer(w: torch.Tensor, step: Any = step, given: Any = given, found: Any = found) -> torch.Tensor:
-            state = updated(given)
-            found.append(fz.gather(state.params))
-            return step.forward(state, X * w)  # type: ignore[no-any-return]
-
-        grad = torch.func.grad(outer)(torch.ones(4, dtype=F64))
-        full = fz.gather(want.params)
-        assert_trees_equal(found[0], full)
-        plain = torch.func.grad(lambda w, full=full: loss(full, X * w))(torch.ones(4, dtype=F64))
-        torch.testing.assert_close(grad, plain, rtol=1e-10, atol=0.0)
+def by_columns(grads: Any, _: None, __: Any) -> Any:
+    return optree.tree_map(lambda g: -0.1 * g / (1 + g.abs().sum(0)), grads), None
 
 
-@pytest.mark.parametrize("backend", ["threads", "processes"])
-def test_an_update_that_nothing_goes_through(backend: Any) -> None:
-    run_ranks(check, 2, backend=backend)
+def check(rank: int, optimizer: str, chosen: Any, around: list[str], world: int) -> None:
+    loss, params = scenarios.stack()
+    x, y = scenarios.vector_batches(world)[rank]
+    chosen = [(name, transform) for name, transform in chosen if name != "donate"]  # which torch.func refuses
+    step = strategies.apply(fz.train_step(loss, OPTIMIZERS[optimizer]()), chosen)
+
+    def updated(state: Any) -> Any:
+        for size in (1, 2):
+            state, _ = step(state, size * x, y)
+        return state
+
+    want = fz.gather(updated(step.init(params)).params)
+    found: list[Any] = []
+
+    def outer(w: torch.Tensor) -> torch.Tensor:
+        state = updated(step.init(params))
+        found.append(fz.gather(state.params))
+        return step.forward(state, x * w, y)  # type: ignore[no-any-return]
+
+    def plain(w: torch.Tensor) -> torch.Tensor:
+        return loss(want, x * w, y)  # type: ignore[no-any-return]
+
+    for name in around:
+        outer, plain = AROUND[name](outer), AROUND[name](plain)  # type: ignore[assignment]
+    weights = torch.linspace(0.5, 1.5, 5, dtype=torch.float64)
+    torch.testing.assert_close(outer(weights), plain(weights), rtol=1e-10, atol=1e-12)
+    for each in found:
+        assert_trees_close(each, want, rtol=1e-10)  # sums over microbatches are in another order
+
+
+TRANSFORMS = strategies.transforms(stages=(0, 1, 2, 3), patterns=scenarios.BLOCKS, memories=("host",))
+LEVELS = st.lists(st.sampled_from(sorted(AROUND)), min_size=1, max_size=2)
+
+
+@given(
+    optimizer=st.sampled_from(sorted(OPTIMIZERS)), chosen=TRANSFORMS, around=LEVELS, world=st.integers(1, 3)
+)
+def test_drawn_steps_within_transforms(optimizer: str, chosen: Any, around: list[str], world: int) -> None:
+    run_ranks(functools.partial(check, optimizer=optimizer, chosen=chosen, around=around, world=world), world)
+
+
+@in_turns(5)
+@pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_on_processes(optimizer: str, stage: int) -> None:
+    chosen = [("shard", {1: fz.shard_zero1, 2: fz.shard_zero2, 3: fz.shard_zero3}[stage])]
+    run = functools.partial(check, optimizer=optimizer, chosen=chosen, around=["grad"], world=2)
+    run_ranks(run, 2, backend="processes")
