@@ -10,7 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 T = TypeVar("T")
-OURS = "fzero_"  # the names of this library's begin so
+OURS = set[contextvars.ContextVar[Any]]()  # this library's
 
 
 class Members(Protocol):
@@ -22,7 +22,9 @@ class Members(Protocol):
 
 def variable(name: str, default: T) -> contextvars.ContextVar[T]:
     """A variable with a value for each thread."""
-    return contextvars.ContextVar(f"{OURS}{name}", default=default)
+    made = contextvars.ContextVar(f"fzero_{name}", default=default)
+    OURS.add(made)
+    return made
 
 
 # the axes that the running step takes means over, one of each process group

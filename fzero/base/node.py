@@ -48,6 +48,7 @@ class Op:
     name = "a unit"
     reduced = 0  # how many of the tensors, the first, have cotangents that ranks reduce together
     plain = True  # whether plain autograd, which is quicker than torch.func, may differentiate what it runs
+    pushes = True  # whether forward-mode derivatives may go through it
     stand_ins: Mapping[int, torch.Tensor] = {}  # what is saved in the place of some tensors
     real: Sequence[int] | None = None  # which of its outputs are, if it knows once it has run
     node: weakref.ref[torch.autograd.graph.Node] | None = None  # of the graph
@@ -210,7 +211,8 @@ class Node(torch.autograd.Function):
             ctx.save_for_backward(*[stand_ins.get(i, x) for i, x in enumerate(tensors)])
         else:
             ctx.save_for_backward(*tensors)
-            ctx.save_for_forward(*tensors)
+            if op.pushes:
+                ctx.save_for_forward(*tensors)
         real = [i for i, x in enumerate(output) if is_real(x)] if op.real is None else op.real
         ctx.op, ctx.count, ctx.outputs, ctx.real = op, len(tensors), len(output), real
         ctx.meta = [(output[i].shape, output[i].dtype, output[i].device) for i in real] if op.reduced else []

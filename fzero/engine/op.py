@@ -90,7 +90,7 @@ class UnitOp(PulledOp):
         self._flat, self._spec, self._around, self._notes = flat, spec, around, notes.get()
         self._noted = marks_of(self._notes, [flat[place] for place in signature.tensors]) if self._notes else ()
         self._fulls, self._arriving, self.wanted = {}, {}, signature.wanted
-        transformed = signature.transformed
+        self.pushes = transformed = signature.transformed
         self._surroundings = Surroundings() if signature.wanted or transformed else None
         self.number = traversal.schedule.called(signature.keys, self)
 

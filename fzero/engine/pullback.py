@@ -85,8 +85,11 @@ class PulledOp(CalledOp):
                 schedule.gather_previous(self)
             assert self._pull is not None
             leaves, inputs, outputs, surroundings = self._pull
-            sizes = [(key, len(own)) for key, own in leaves.items()]
-            flat = [x for own in leaves.values() for x in own] + list(inputs.values())
+            sizes, flat = list[tuple[Key, int]](), list[torch.Tensor]()
+            for key, own in leaves.items():
+                sizes.append((key, len(own)))
+                flat += own
+            flat += inputs.values()
             around = [surroundings()] if surroundings is not None else []
             if keep and self.signature.compiles:
                 around = [private.without_donation()]

@@ -19,10 +19,9 @@ class Surroundings:
     """Those of one call."""
 
     def __init__(self) -> None:
-        self._variables: list[tuple[contextvars.ContextVar[object], object]] = []  # those of others
-        for variable, value in contextvars.copy_context().items():
-            if not variable.name.startswith(OURS):
-                self._variables.append((variable, value))
+        context = contextvars.copy_context()
+        others = set(context) - OURS
+        self._variables = [(variable, context[variable]) for variable in others] if others else ()
         self._modes = own_modes() if function_modes_on() else []
 
     @contextlib.contextmanager
