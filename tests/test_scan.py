@@ -152,49 +152,75 @@ def test_what_torch_has_compiled_elsewhere_is_none_of_the_steps() -> None:
     torch.testing.assert_close(torch.func.grad(losses)(torch.ones(3)), torch.full((3,), 2.4))
 
 
-def test_buffers_of_moments_in_another_order_than_the_layouts() -> None:
-    """As of an optimizer of one's own, which keeps those of small leaves whole, beside its slices of matrices."""
-    unit = fz.unit(lambda p, x: torch.tanh(x @ p["w"]))
-    params = {"a": torch.ones(5, dtype=F64), "blocks": [{"w": torch.eye(5, dtype=F64) + i} for i in range(2)]}
+UNIT = fz.unit(lambda p, x: torch.tanh(x @ p["w"] + p["b"]))
+LEAVES = {
+    "a": torch.linspace(0.5, 1.5, 5, dtype=F64),  # small, of the root, and first
+    "blocks": [{"b": torch.zeros(5, dtype=F64), "w": torch.eye(5, dtype=F64) + i} for i in range(2)],
+    "unread": torch.ones(2, dtype=F64),
+}
+
+
+def optimizer(name: str, rate: torch.Tensor) -> Any:
+    if name == "adamw":
+        return fz.adamw(rate)
+
+    def update(grads: Any, old: Any, params: Any) -> Any:
+        new = pytree.tree_map(lambda b, g: 0.9 * b + g, old, grads)
+        return pytree.tree_map(lambda b: -rate * b, new), new
+
+    init = lambda p: pytree.tree_map(torch.zeros_like, p)
+    return fz.GradientTransformation(init, update, elementwise=name == "own, by elements")
+
+
+def keeping(step: Any, what: str) -> Any:
+    """With leaves and other state that a step hands on as they are, or changes now and then."""
+    if what == "lookahead":
+        return fz.lookahead(step, 2)
+    if what == "ema":
+        return fz.ema(step, 0.9)
+    return fz.freeze(step, what) if what else step
+
+
+@given(
+    name=st.sampled_from(["adamw", "own", "own, by elements"]),
+    whats=st.lists(st.sampled_from(["lookahead", "ema", "unread", "blocks.0.*"]), max_size=2, unique=True),
+    reads=st.integers(0, 2),
+    steps=st.integers(1, 4),
+    every=st.integers(1, 4),
+    stage=st.integers(0, 3),
+    order=st.integers(1, 2),
+)
+def test_drawn_derivatives(
+    name: str, whats: list[str], reads: int, steps: int, every: int, stage: int, order: int
+) -> None:
+    """By the rate, and by the params where they are whole: those of a loop, whatever its steps hand on."""
 
     def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
-        for block in p["blocks"]:
-            x = unit(block, x)
+        for block in p["blocks"][:reads]:
+            x = UNIT(block, x)
         return (x * p["a"]).square().mean()
 
-    def after(rate: torch.Tensor, scanned: bool) -> torch.Tensor:
-        def update(grads: Any, old: Any, params: Any) -> Any:
-            new = pytree.tree_map(lambda b, g: 0.9 * b + g, old, grads)
-            return pytree.tree_map(lambda b: -rate * b, new), new
-
-        own = fz.GradientTransformation(lambda p: pytree.tree_map(torch.zeros_like, p), update)
-        step = fz.train_step(loss, own)
-        run = fz.scan if scanned else looped
-        return step.forward(run(step, step.init(params), [(x,) for x in X[:3]])[0], X[3])  # type: ignore[no-any-return]
-
-    rate = torch.tensor(0.05, dtype=F64)
-    one, other = [torch.func.grad(after)(rate, scanned) for scanned in (False, True)]
-    torch.testing.assert_close(other, one, rtol=1e-10, atol=0.0)
-
-
-@pytest.mark.parametrize("order", [1, 2])
-def test_what_a_step_hands_on_as_it_is_keeps_its_derivative(order: int) -> None:
-    """A leaf that no step reads, and slow weights that follow every second one."""
-    params = {"w": torch.ones(2, dtype=F64), "unread": torch.ones(2, dtype=F64)}
-
-    def after(values: Any, scanned: bool) -> torch.Tensor:
-        fn = lambda p, x: ((p["w"] - x[:2]) ** 2).sum()
-        step = fz.freeze(fz.train_step(fn, fz.sgd(0.1)), "unread")
-        step = fz.lookahead(step, 2)
-        run = fz.scan if scanned else looped
-        state, _ = run(step, step.init(values), [(x[0],) for x in X[:3]])
+    def after(rate: torch.Tensor, leaves: Any, scanned: bool) -> torch.Tensor:
+        step = SHARDS[stage](fz.train_step(loss, optimizer(name, rate)))
+        for what in whats:
+            step = keeping(step, what)
+        state = step.init(leaves)
+        batches = [(x,) for x in X[:steps]]
+        state = fz.scan(step, state, batches, every)[0] if scanned else looped(step, state, batches)[0]
         full = fz.gather(state.params)
-        return (full["unread"] * full["w"]).square().sum()  # type: ignore[no-any-return]
+        return step.forward(state, X[steps]) + full["unread"].sum() * full["a"].prod()  # type: ignore[no-any-return]
 
-    def derived(scanned: bool) -> Any:
-        grad = torch.func.grad(lambda p: after(p, scanned))
-        if order == 1:
-            return grad(params)
-        return torch.func.grad(lambda p: sum(x.square().sum() for x in grad(p).values()))(params)
+    def rank_main(rank: int) -> None:
+        rate = torch.tensor(0.05, dtype=F64)
+        argnums = 0 if stage else (0, 1)
 
-    assert_trees_close(derived(True), derived(False), rtol=1e-10)
+        def derived(scanned: bool) -> Any:
+            grad = torch.func.grad(lambda r, p: after(r, p, scanned), argnums)
+            if order == 1:
+                return grad(rate, LEAVES)
+            squares = lambda r, p: sum(x.square().sum() for x in pytree.tree_leaves(grad(r, p)))
+            return torch.func.grad(squares, argnums)(rate, LEAVES)
+
+        assert_trees_close(derived(True), derived(False), rtol=1e-9)
+
+    run_ranks(rank_main, 2 if stage else 1)
