@@ -195,8 +195,12 @@ def choose(
 T = TypeVar("T")
 
 
-def agreed(axis: Axis, job: Callable[[], T]) -> T:
-    """What a job that communicates nothing gives; where it fails on one rank, every rank raises."""
+def agreed(axis: Axis, job: Callable[[], T], verb: str = "load") -> T:
+    """What a job that communicates nothing gives; where it fails on one rank, every rank raises.
+
+    Args:
+        verb: that all ranks are at, or are told so.
+    """
     error, out = None, None
     try:
         out = job()
@@ -204,7 +208,7 @@ def agreed(axis: Axis, job: Callable[[], T]) -> T:
         error = own
     if Everyone(axis).count > 1:
         said = json.dumps([type(error).__name__, str(error)] if error else [])
-        for rank, text in enumerate(Everyone(axis).exchange(said, "load")):
+        for rank, text in enumerate(Everyone(axis).exchange(said, verb)):
             if error is None and (theirs := json.loads(text)):
                 error = as_said(theirs[0], f"rank {rank}: {theirs[1]}")
     try:

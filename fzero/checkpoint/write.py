@@ -39,13 +39,11 @@ class Board:
 
     def __init__(self, token: str, ranks: int, timeout: float, rank: int) -> None:
         self.token, self._rank, self._shown = token, rank, time.monotonic()
-        self._prefix, self._timeout, self._own = f"fzero/save/{token}/", timeout, dict[str, str]()
+        self._prefix, self._timeout = f"fzero/save/{token}/", timeout
         self._store = backend.store() if ranks > 1 else None
 
     def post(self, name: str, text: str) -> None:
-        if self._store is None:
-            self._own[name] = text
-        else:
+        if self._store is not None:
             self._store.set(self._prefix + name, text)
 
     def go_on(self) -> None:
@@ -62,8 +60,7 @@ class Board:
             TimeoutError: within the process group's timeout it was not, nor a sign that the rank gets on; `who` says
                 whose it is.
         """
-        if self._store is None:
-            return self._own[name]
+        assert self._store is not None
         pause, signs, end = 0.0005, 0, time.monotonic() + self._timeout
         with _reached(who):
             while not self._store.check([self._prefix + name]):

@@ -217,7 +217,7 @@ def test_ranks_that_ask_for_different_things(tmp_path: Path, what: Any, match: s
 def test_seeds_that_differ(tmp_path: Path) -> None:
     def rank_main(rank: int) -> None:
         state = step_of(2).init(params()).replace(seed=rank)
-        with pytest.raises(ValueError, match="rank 0 has seed 0, rank 1 has seed 1"):
+        with pytest.raises(ValueError, match="rank 0 has 'seed 0', rank 1 has 'seed 1'"):
             fz.save(tmp_path, state)
 
     run_ranks(rank_main, 2)
