@@ -441,7 +441,7 @@ def test_another_save_between_the_looks_of_two_ranks(tmp_path: Path, monkeypatch
         looked.set()
         return found
 
-    monkeypatch.setattr("fzero.checkpoint.load.read_manifest", later)
+    monkeypatch.setattr("fzero.checkpoint.read.read_manifest", later)
 
     def rank_main(rank: int) -> None:
         with pytest.raises(ValueError, match=r"The checkpoints differ .*let nobody save there meanwhile"):
