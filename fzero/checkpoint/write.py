@@ -54,12 +54,7 @@ class Board:
             self._store.add(f"{self._prefix}signs of {self._rank}", 1)
 
     def read(self, name: str, of: int, who: Callable[[], str]) -> str:
-        """The note of a rank, once it is there.
-
-        Raises:
-            TimeoutError: within the process group's timeout it was not, nor a sign that the rank gets on; `who` says
-                whose it is.
-        """
+        """The note of a rank, once it is there."""
         assert self._store is not None
         pause, signs, end = 0.0005, 0, time.monotonic() + self._timeout
         with _reached(who):
@@ -117,11 +112,7 @@ class _Written(NamedTuple):
 
 
 def write(folder: Folder, snapshot: Snapshot, board: Board, then: Callable[[], None] | None) -> None:
-    """One rank's part of a save, which ends on every rank in the same way.
-
-    Raises:
-        OSError: it has failed, and where.
-    """
+    """One rank's part of a save, which ends on every rank in the same way."""
     rank, ranks = Everyone(snapshot.axis).number, Everyone(snapshot.axis).count
     try:
         _lead(folder, snapshot, board, then) if rank == 0 else _follow(folder, snapshot, board, rank, ranks)

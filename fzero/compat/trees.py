@@ -39,21 +39,13 @@ def renamed(names: Names, path: str) -> str:
 
 
 def by_path(asked: Mapping[str, str], there: Iterable[str]) -> dict[str, str]:
-    """The names that files have, by the paths of their leaves; those of no leaf by words that are no leaf's path.
-
-    Args:
-        asked: as of `paths_of`.
-    """
+    """The names that files have, by the paths of their leaves; those of no leaf by words that are no leaf's path."""
     paths = {*asked.values()}
     return {asked.get(name, f"{name} (in the files)" if name in paths else name): name for name in there}
 
 
 def paths_of(who: str, like: object, names: Names | None) -> dict[str, str]:
-    """The names of a tree's leaves in the files -> their paths.
-
-    Raises:
-        ValueError: two leaves have one name.
-    """
+    """The names of a tree's leaves in the files -> their paths."""
     out = dict[str, str]()
     for path in pytree.named_leaves(like)[0]:
         name = path if names is None else renamed(names, path)
@@ -209,11 +201,7 @@ def word_of(item: str) -> str:
 
 
 def one_count(place: str, counts: Mapping[str, int], other: int, anew: str) -> int:
-    """How many updates all leaves have seen; `other` where none says it.
-
-    Args:
-        anew: the argument that begins the moments anew.
-    """
+    """How many updates all leaves have seen; `other` where none says it."""
     if len({*counts.values()}) > 1:
         first, last = min(counts, key=counts.__getitem__), max(counts, key=counts.__getitem__)
         raise ValueError(
