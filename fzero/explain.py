@@ -175,11 +175,7 @@ class _Replay:
         self.loss = batch.loss().get("loss")
 
     def faults(self, grads: Mapping[str, float]) -> list[Fault]:
-        """The first fault of each microbatch on this rank.
-
-        Args:
-            grads: the norms of gradients, by which it is known which are not finite.
-        """
+        """The first fault of each microbatch on this rank."""
         wrong, found = {path for path, norm in grads.items() if not math.isfinite(norm)}, []
         for number in range(self.step.microbatches.count):
             if number in self._masked:

@@ -54,11 +54,6 @@ def greeted(sock: socket.socket, token: bytes, name: str, calls: bool, deadline:
 
     Args:
         calls: whether this is the caller's side, not the listener's.
-
-    Raises:
-        Refused: the other side has another token or version, or is no channel.
-        TimedOut: it took too long.
-        OSError: the connection broke.
     """
     ours = _hello(name)
     _send(sock, ours, deadline)

@@ -125,11 +125,7 @@ class Lender:
 
 
 def create(capacity: int, number: int) -> tuple[Segment, int]:
-    """A new segment, and its descriptor, which the caller closes.
-
-    Raises:
-        OSError, RuntimeError: there is no memory, or no descriptor, for it.
-    """
+    """A new segment, and its descriptor, which the caller closes."""
     descriptor = os.memfd_create("fzero", os.MFD_CLOEXEC)
     try:
         os.posix_fallocate(descriptor, 0, PAGE + capacity)  # fails where a later write would kill

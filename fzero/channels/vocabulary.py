@@ -50,11 +50,7 @@ def encode(message: object) -> tuple[bytes, list[torch.Tensor]]:
 
 
 def decode(data: bytes | bytearray, leaves: Sequence[object]) -> Any:
-    """The message of these bytes and leaves.
-
-    Raises:
-        BadMessage: they are none.
-    """
+    """The message of these bytes and leaves."""
     try:
         return Unpickler(data, leaves).load()
     except Exception as error:

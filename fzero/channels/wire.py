@@ -55,12 +55,7 @@ class Deadline:
 def send(
     sock: socket.socket, pieces: Sequence[memoryview], descriptors: Sequence[int], deadline: Deadline
 ) -> None:
-    """Sends all pieces; the descriptors go with the first byte.
-
-    Raises:
-        TimeoutError: not in time; a part may be on its way.
-        OSError: the connection is broken.
-    """
+    """Sends all pieces; the descriptors go with the first byte."""
     left = [piece for piece in pieces if len(piece)]
     while left:
         sock.settimeout(deadline.left())
@@ -89,11 +84,7 @@ class Inlet:
         sock.settimeout(TICK)
 
     def header(self, count: int) -> tuple[bytes, list[int]]:
-        """The first bytes of a message, and the descriptors that came with them.
-
-        Raises:
-            EOFError: there are fewer, as the peer is gone; its argument says how many.
-        """
+        """The first bytes of a message, and the descriptors that came with them; EOFError says how many came."""
         data, descriptors = b"", array.array("i")
         room = socket.CMSG_SPACE(MAX_DESCRIPTORS * descriptors.itemsize)
         try:

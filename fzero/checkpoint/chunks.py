@@ -76,13 +76,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def staged(tensors: Iterator[torch.Tensor], ready: torch.Event | None) -> Iterator[torch.Tensor]:
-    """Flat tensors in the host's memory; those of an accelerator are copied on a stream that no step waits for.
-
-    Each is let go as soon as it was copied.
-
-    Args:
-        ready: has passed on the device once it has computed all of them.
-    """
+    """Flat tensors in the host's memory; those of an accelerator are copied on a stream that no step waits for."""
     for tensor in tensors:
         if tensor.device.type == "cpu":
             yield tensor.contiguous()

@@ -53,12 +53,6 @@ def runs(layout: Layout, key: Key, form: Format, low: int, high: int) -> Iterato
         yield number, found
 
 
-def written(layout: Layout, leaf: int) -> bool:
-    """Tells whether this rank of the tensor axis writes its part of a leaf: of copies one does, by turns."""
-    rank, ranks = layout.tensor
-    return layout.rows[leaf].slices is not None or leaf % ranks == rank
-
-
 def share(tree: Sharded, key: Key) -> tuple[int, int, int]:
     """Where this rank's buffer of a group begins, and the range that it saves: ranks with the same one divide it."""
     size, axis = tree.layout.shard_numel(key), tree.axis_of(key)
@@ -102,11 +96,7 @@ def _described(node: Any) -> Any:
 
 
 def built(description: object) -> pytree.Spec:
-    """The structure again.
-
-    Raises:
-        Unnamed: it has a container of another kind than dict, OrderedDict, list, tuple and what `functional` gives.
-    """
+    """The structure again."""
     return pytree.flatten(_built(description))[1]
 
 

@@ -62,11 +62,7 @@ _AHEAD = 32 << 20  # bytes after which the disk begins to write: a sync then has
 
 
 def folder_of(path: object, who: str) -> str:
-    """The local folder of a path that somebody gave.
-
-    Raises:
-        ValueError: it is a URL.
-    """
+    """The local folder of a path that somebody gave."""
     if is_url(given := path_of(path, who)):
         raise ValueError(f"fz.{who}: got {given!r}, expected a folder that every rank reaches as a local path.")
     return given

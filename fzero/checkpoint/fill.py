@@ -12,8 +12,8 @@ from typing import NamedTuple, TypeVar, cast
 
 import torch
 
-from fzero.base import pytree
-from fzero.base.arguments import need_bool, need_str
+from fzero.base import private, pytree
+from fzero.base.arguments import need_bool, need_int, need_str
 from fzero.base.patterns import matches, unmatched
 from fzero.checkpoint.manifest import DamagedCheckpoint, NoCheckpoint
 from fzero.comm.axis import Axis
@@ -68,6 +68,7 @@ class Wanted:
         who: the function, for errors.
         place: where the leaves lie, for errors.
         like, pattern, lossy, lenient: as of `fz.load`.
+        seed: of the state, where the files have none.
     """
 
     who: str
@@ -76,11 +77,13 @@ class Wanted:
     pattern: str = "*"
     lossy: bool = False
     lenient: bool = False
+    seed: int = 0
 
     def __post_init__(self) -> None:
         need_str(self.pattern, self.who, "pattern", "a pattern of leaves")
         need_bool(self.lossy, self.who, "lossy")
         need_bool(self.lenient, self.who, "lenient")
+        need_int(self.seed, self.who, "seed")
         if self.like is None and (self.pattern != "*" or self.lenient):
             raise ValueError(
                 f"{self.who}: got pattern={self.pattern!r}, lenient={self.lenient} and no like=. Give like=, a tree "
@@ -113,11 +116,6 @@ class Choice:
     def with_moments(self) -> list[str]:
         """The paths that are read of leaves which have moments."""
         return [row.path for row in self.layout.rows if row.path in self.taken and row.moments is not None]
-
-    def warn(self, wanted: Wanted, level: int) -> None:
-        """Reports what only one side has."""
-        if self.others:
-            warnings.warn(f"{wanted.who}({wanted.place!r}): " + "; ".join(self.others), stacklevel=level + 1)
 
 
 def choose(
@@ -195,8 +193,8 @@ def choose(
 T = TypeVar("T")
 
 
-def agreed(axis: Axis, job: Callable[[], T]) -> T:
-    """What a job that communicates nothing gives; where it fails on one rank, every rank raises."""
+def agreed(axis: Axis, job: Callable[[], T], verb: str = "load") -> T:
+    """What a job that communicates nothing gives; where it fails on one rank of those at a verb, every rank raises."""
     error, out = None, None
     try:
         out = job()
@@ -204,7 +202,7 @@ def agreed(axis: Axis, job: Callable[[], T]) -> T:
         error = own
     if Everyone(axis).count > 1:
         said = json.dumps([type(error).__name__, str(error)] if error else [])
-        for rank, text in enumerate(Everyone(axis).exchange(said, "load")):
+        for rank, text in enumerate(Everyone(axis).exchange(said, verb)):
             if error is None and (theirs := json.loads(text)):
                 error = as_said(theirs[0], f"rank {rank}: {theirs[1]}")
     try:
@@ -226,18 +224,84 @@ def as_said(kind: str, text: str) -> Exception:
     return error if isinstance(error, Exception) else RuntimeError(text)
 
 
-def filled(
-    origin: Origin, choice: Choice, wanted: Wanted, step: Spec, axis: Axis, seed: int, count: int | None
-) -> TrainState:
-    """The state of a step with the values of an origin.
+class Files(Origin):
+    """Files as the origin of a state.
+
+    Attributes:
+        said: what all ranks must find, called `what`.
+        seed: that the state was saved with, where the files have one.
+        leaves: of the params.
+    """
+
+    device, said, what = torch.device("cpu"), "", "The checkpoints"
+    seed: int | None = None
+
+    @property
+    def leaves(self) -> Sequence[Leaf]:
+        raise NotImplementedError
+
+    def structure(self) -> pytree.Spec:
+        """Of the params, where nobody says another one."""
+        raise NotImplementedError
+
+    def need_ties(self, pattern: str, axis: Axis) -> None:
+        """Refuses two names of a tied leaf that disagree."""
+
+    def count(self, paths: Sequence[str]) -> int:
+        """How many updates the moments of these leaves have seen."""
+        raise NotImplementedError
+
+    def check(self, number: int, count: int) -> None:
+        """Refuses what is not, or no longer, as it was written; each rank looks at its share."""
+
+    def close(self) -> None:
+        """Nothing more is read."""
+
+
+F = TypeVar("F", bound=Files)
+
+
+def loaded(
+    step: Spec, asked: Callable[[], Wanted], opened: Callable[[Wanted, Axis], F], goes_on: bool, level: int = 3
+) -> tuple[TrainState, F]:
+    """A state of files, and these, which are closed; all ranks call it.
 
     Args:
-        count: the number of updates so far; None where all but the params begins.
+        asked: what is wanted; refuses what is wrong with it.
+        opened: the files, which it closes where it fails.
+        goes_on: whether all but the params goes on, too.
+        level: of warnings.
     """
+    wanted = agreed(step.axis(), asked)
+    with private.of_normal_tensors(), private.below_transforms():
+        axis = step.axis().of_component(step.name)
+        everyone, files = Everyone(axis), None
+        try:
+            files = own = agreed(axis, lambda: opened(wanted, axis))
+            seed = wanted.seed if own.seed is None else own.seed
+            advice = "Give every rank the same path, and let nobody save there meanwhile."
+            axis.check_same(f"{own.said}\nseed {seed}", own.what, advice)
+            agreed(axis, lambda: own.need_ties(wanted.pattern, axis))
+            choice = agreed(axis, lambda: choose(wanted, own.leaves, own.structure, step, axis))
+            count = agreed(axis, lambda: own.count(choice.with_moments) if goes_on else None)
+            state = _filled(own, choice, wanted, step, axis, seed, count)
+            agreed(axis, lambda: own.check(everyone.number, everyone.count))
+        finally:
+            if files is not None:
+                files.close()
+        if everyone.leads and choice.others:
+            warnings.warn(f"{wanted.who}({wanted.place!r}): " + "; ".join(choice.others), stacklevel=level)
+        return state, own
+
+
+def _filled(
+    files: Files, choice: Choice, wanted: Wanted, step: Spec, axis: Axis, seed: int, count: int | None
+) -> TrainState:
+    """The state of a step with what files have; without a count of updates all but the params begins."""
     taken = sorted(choice.taken) if choice.partial else "all leaves"
     anew = "all but the params anew" if count is None else f"update {count}"
     check_tables(step, choice.layout, axis, f"seed {seed}, {anew}, lossy {wanted.lossy}, of {taken}")
-    move = Move(origin, step, choice.device, wanted.lossy, count or 0, choice.taken)
+    move = Move(files, step, choice.device, wanted.lossy, count or 0, choice.taken)
     base = init_state(step, _base(wanted.like, choice), seed, sync=False).params if choice.partial else None
     params = agreed(axis, lambda: move.params(choice.layout, axis, choice.structure, base))
     params = move.held(params)

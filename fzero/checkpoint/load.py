@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, cast
 
-import torch
-
-from fzero.base import private, pytree
 from fzero.base.arguments import need_bool
-from fzero.checkpoint.contents import Unnamed, built
 from fzero.checkpoint.files import path_of
-from fzero.checkpoint.fill import Everyone, Wanted, agreed, choose, filled
-from fzero.checkpoint.manifest import DTYPES, Manifest, read_manifest, read_together
-from fzero.checkpoint.read import Reader
-from fzero.formats.formats import Format
+from fzero.checkpoint.fill import Wanted, loaded
+from fzero.checkpoint.manifest import read_manifest, read_together
+from fzero.checkpoint.read import Checkpoint
 from fzero.state.beyond import Loadable
 from fzero.state.metrics import Component, State
-from fzero.state.origin import Origin
-from fzero.state.sliced import Sliced
 from fzero.state.train_state import TrainState
-from fzero.table.rows import Leaf
 from fzero.table.spec import Spec, need_step
 
 
@@ -89,20 +80,8 @@ def load_both(asked: Callable[[], Wanted], step: Spec, params_only: bool) -> tup
         need_bool(params_only, "fz.load", "params_only")
         return asked()
 
-    wanted = agreed(step.axis(), check)
-    with private.of_normal_tensors(), private.below_transforms():
-        axis, place = step.axis().of_component(step.name), wanted.place
-        everyone = Everyone(axis)
-        manifest = agreed(axis, lambda: read_manifest(place))
-        advice = "Give every rank the same path, and let nobody save there meanwhile."
-        axis.check_same(f"{place} {manifest.token}", "The checkpoints", advice)
-        with contextlib.closing(_Checkpoint(place, manifest)) as origin:
-            agreed(axis, lambda: origin.reader.check(everyone.number, everyone.count))
-            choice = agreed(axis, lambda: choose(wanted, origin.leaves, origin.structure, step, axis))
-            state = filled(origin, choice, wanted, step, axis, manifest.seed, None if params_only else manifest.step)
-        if everyone.leads:
-            choice.warn(wanted, 3)
-        return state, manifest.extra
+    state, files = loaded(step, check, lambda wanted, _: Checkpoint(wanted.place), not params_only, 4)
+    return state, files.manifest.extra
 
 
 def load_extra(path: str | os.PathLike[str]) -> Any:
@@ -129,56 +108,3 @@ def load_extra(path: str | os.PathLike[str]) -> Any:
     folder = path_of(path, "load_extra")
     found = read_together(folder)
     return read_manifest(folder).extra if found is None else found.extra
-
-
-class _Checkpoint(Origin):
-    """A checkpoint as the origin of a state."""
-
-    call, anew = "fz.load(path, step, lossy=True)", "fz.load(path, step, params_only=True)"
-    device = torch.device("cpu")
-
-    def __init__(self, folder: str, manifest: Manifest) -> None:
-        self.place, self.manifest = folder, manifest
-        self.reader = Reader(folder, manifest)
-        self.leaves: list[Leaf] = [(leaf.path, leaf.shape, DTYPES[leaf.dtype]) for leaf in manifest.leaves]
-        self.numbers = {leaf.path: number for number, leaf in enumerate(manifest.leaves)}
-        self.kinds = {kept.name: kept.kind for kept in manifest.items}
-        self.extras = manifest.extras
-
-    def structure(self) -> pytree.Spec:
-        try:
-            return built(self.manifest.structure)
-        except Unnamed as kind:
-            raise ValueError(
-                f"{self.place}: its params are in a container of kind {kind}, which no checkpoint can make. Say "
-                "fz.load(path, step, like=params), with params of that kind as step.init takes them."
-            ) from None
-
-    def format(self, name: str, path: str) -> Format | None:
-        return self.reader.format(self.reader.number(name), self.numbers[path]) if path in self.numbers else None
-
-    def sliced(self, name: str, path: str) -> Sliced | None:
-        return self.manifest.leaves[self.numbers[path]].sliced
-
-    def read(
-        self, name: str, path: str, start: int, stop: int, into: Sequence[torch.Tensor] | None, rank: int = 0
-    ) -> Sequence[torch.Tensor]:
-        form = self.format(name, path)
-        assert form is not None
-        return self.reader.read(self.reader.number(name), self.numbers[path], start, stop, form, into, rank)
-
-    def wait(self) -> None:
-        self.reader.wait()
-
-    def close(self) -> None:
-        self.reader.close()
-
-    def scale(self, name: str) -> float:
-        return self.manifest.items[self.reader.number(name)].scale
-
-    def value(self, name: str) -> object:
-        number = self.reader.number(name)
-        if self.kinds[name] == "tensor":
-            return self.reader.tensor(number)
-        value = self.manifest.items[number].value
-        return pytree.Count.of(value) if self.kinds[name] == "count" else value

@@ -272,11 +272,7 @@ class Together(NamedTuple):
 
 
 def read_together(folder: str) -> Together | None:
-    """What a folder's file says of its components; None where it has none.
-
-    Raises:
-        DamagedCheckpoint: it is not what was written.
-    """
+    """What a folder's file says of its components; None where it has none."""
     try:
         return Together(*_opened(folder, TOGETHER, "components"))
     except FileNotFoundError:

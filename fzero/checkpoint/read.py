@@ -10,14 +10,16 @@ from typing import NamedTuple
 
 import torch
 
+from fzero.base import pytree
 from fzero.checkpoint import chunks
-from fzero.checkpoint.contents import format_named
+from fzero.checkpoint.contents import Unnamed, built, format_named
 from fzero.checkpoint.files import Folder
+from fzero.checkpoint.fill import Files
 from fzero.checkpoint.manifest import (
+    DTYPES,
     OF_TENSORS,
     DamagedCheckpoint,
     File,
-    Manifest,
     Piece,
     as_filed,
     read_manifest,
@@ -25,6 +27,8 @@ from fzero.checkpoint.manifest import (
 )
 from fzero.checkpoint.remote import folder_at
 from fzero.formats.formats import ALIGN, Format, entries, zeros
+from fzero.state.sliced import Sliced
+from fzero.table.rows import Leaf
 
 
 class _Place(NamedTuple):
@@ -35,11 +39,17 @@ class _Place(NamedTuple):
     first: int
 
 
-class Reader:
-    """The tensors of one checkpoint, read by threads of its own until `close`."""
+class Checkpoint(Files):
+    """A checkpoint as the origin of a state; its tensors are read by threads of its own until `close`."""
 
-    def __init__(self, folder: str, manifest: Manifest) -> None:
-        self.folder, self.manifest = folder, manifest
+    call, anew = "fz.load(path, step, lossy=True)", "fz.load(path, step, params_only=True)"
+
+    def __init__(self, folder: str) -> None:
+        self.place, self.manifest = folder, (manifest := read_manifest(folder))
+        self.said, self.seed, self.extras = f"{folder} {manifest.token}", manifest.seed, manifest.extras
+        self.kinds = {kept.name: kept.kind for kept in manifest.items}
+        self._items = {kept.name: number for number, kept in enumerate(manifest.items)}
+        self._leaves = {leaf.path: number for number, leaf in enumerate(manifest.leaves)}
         self._there, self._reading = folder_at(folder), list[Future[None]]()
         self._pool = ThreadPoolExecutor(chunks.workers() + 1, "fzero-load")  # one waits for the disk
         self._places: dict[tuple[int, int, int, int], list[_Place]] = {}
@@ -51,48 +61,47 @@ class Reader:
                 first += chunks.count(piece.nbytes)
         for found in self._places.values():
             found.sort(key=lambda own: own.piece.start)
-        self._items = {kept.name: number for number, kept in enumerate(manifest.items)}
 
-    def number(self, name: str) -> int:
-        """The number of an item."""
-        return self._items[name]
+    @property
+    def leaves(self) -> list[Leaf]:
+        return [(leaf.path, leaf.shape, DTYPES[leaf.dtype]) for leaf in self.manifest.leaves]
 
-    def format(self, item: int, leaf: int) -> Format | None:
-        """What a leaf of a tree is stored as; None where the tree does not have it."""
-        kept, path = self.manifest.items[item], self.manifest.leaves[leaf].path
-        name = kept.formats.get(leaf)
-        form = format_named(name, kept.kind) if name is not None else None
-        if name is not None and form is None:
+    def structure(self) -> pytree.Spec:
+        try:
+            return built(self.manifest.structure)
+        except Unnamed as kind:
             raise ValueError(
-                f"{self.folder}: leaf {path!r} of {kept.name} is stored as {name!r}, which this version of fzero does "
-                "not know. Load it with the version that has written it."
+                f"{self.place}: its params are in a container of kind {kind}, which no checkpoint can make. Say "
+                "fz.load(path, step, like=params), with params of that kind as step.init takes them."
+            ) from None
+
+    def count(self, paths: Sequence[str]) -> int:
+        return self.manifest.step
+
+    def format(self, name: str, path: str) -> Format | None:
+        if path not in self._leaves:
+            return None
+        kept = self.manifest.items[self._items[name]]
+        stored = kept.formats.get(self._leaves[path])
+        form = format_named(stored, kept.kind) if stored is not None else None
+        if stored is not None and form is None:
+            raise ValueError(
+                f"{self.place}: leaf {path!r} of {name} is stored as {stored!r}, which this version of fzero does not "
+                "know. Load it with the version that has written it."
             )
         return form
 
+    def sliced(self, name: str, path: str) -> Sliced | None:
+        return self.manifest.leaves[self._leaves[path]].sliced
+
     def read(
-        self,
-        item: int,
-        leaf: int,
-        start: int,
-        stop: int,
-        form: Format,
-        into: Sequence[torch.Tensor] | None = None,
-        rank: int = 0,
+        self, name: str, path: str, start: int, stop: int, into: Sequence[torch.Tensor] | None, rank: int = 0
     ) -> Sequence[torch.Tensor]:
-        """The parts of elements [start, stop) of a leaf, or of a slice of it.
-
-        Args:
-            start: a multiple of 64 where elements share an entry of a part.
-            into: for the parts, which arrive there until `wait` returns; by default they are new ones, of a multiple
-                of 64 elements, and have arrived.
-            rank: which slice.
-
-        Raises:
-            DamagedCheckpoint: they are not there, or not what was saved, and in which file.
-        """
+        form = self.format(name, path)
+        assert form is not None
         out = zeros(form, -(-(stop - start) // ALIGN) * ALIGN, "cpu") if into is None else into
         for number, (part, target) in enumerate(zip(form.parts, out, strict=True)):
-            for place in self._over(item, leaf, number, rank, start, stop):
+            for place in self._over(name, path, number, rank, start, stop):
                 low, high = max(start, place.piece.start), min(stop, place.piece.stop)
                 count, size = entries(form, part, high - low), part.dtype.itemsize
                 at = (low - start) // part.every
@@ -101,22 +110,23 @@ class Reader:
             self.wait()
         return out
 
-    def tensor(self, item: int) -> torch.Tensor:
-        """A tensor that is in no tree."""
-        code, shape = self.manifest.items[item].value
+    def scale(self, name: str) -> float:
+        return self.manifest.items[self._items[name]].scale
+
+    def value(self, name: str) -> object:
+        number = self._items[name]
+        value = self.manifest.items[number].value
+        if self.kinds[name] != "tensor":
+            return pytree.Count.of(value) if self.kinds[name] == "count" else value
+        code, shape = value
         out = torch.empty(shape, dtype=OF_TENSORS[code], device="cpu")
         as_filed(out).zero_()
-        for place in self._places.get((item, 0, 0, 0), ()):
+        for place in self._places.get((number, 0, 0, 0), ()):
             self._into(as_filed(out).reshape(-1), place, 0)
         self.wait()
         return out
 
     def wait(self) -> None:
-        """Waits until what was read so far has arrived.
-
-        Raises:
-            DamagedCheckpoint: it is not what was saved.
-        """
         reading, self._reading = self._reading, []
         for each in reading:
             each.result()
@@ -125,18 +135,17 @@ class Reader:
         """Ends the threads, whatever they are at."""
         self._pool.shutdown(cancel_futures=True)
 
-    def _over(self, item: int, leaf: int, part: int, rank: int, start: int, stop: int) -> list[_Place]:
+    def _over(self, name: str, path: str, part: int, rank: int, start: int, stop: int) -> list[_Place]:
         """The pieces that lie in a range."""
-        found = self._places.get((item, leaf, part, rank), [])
+        found = self._places.get((self._items[name], self._leaves[path], part, rank), [])
         first = bisect.bisect_right(found, start, key=lambda own: own.piece.stop)
         last = bisect.bisect_left(found, stop, key=lambda own: own.piece.start)
         out, end = found[first:last], start
         for piece, _, _ in out:
             end = piece.stop if piece.start <= end else end
         if end < stop:
-            kept, path = self.manifest.items[item], self.manifest.leaves[leaf].path
             raise DamagedCheckpoint(
-                f"{self.folder}: leaf {path!r} of {kept.name} lacks elements {end} to {stop}. Load an older checkpoint."
+                f"{self.place}: leaf {path!r} of {name} lacks elements {end} to {stop}. Load an older checkpoint."
             )
         return out
 
@@ -164,13 +173,13 @@ class Reader:
             raise self._cut(file, offset + got)
         if (own := chunks.digest(target)) != sha256:
             raise DamagedCheckpoint(
-                f"{self.folder}/{file.name}: bytes {offset} to {offset + len(target)} have SHA-256 {own[:12]}..., "
+                f"{self.place}/{file.name}: bytes {offset} to {offset + len(target)} have SHA-256 {own[:12]}..., "
                 f"expected {sha256[:12]}...: they have changed since they were saved. Load an older checkpoint."
             )
 
     @contextlib.contextmanager
     def _needed(self, file: File) -> Iterator[None]:
-        path = f"{self.folder}/{file.name}"
+        path = f"{self.place}/{file.name}"
         try:
             with readable(path):
                 yield
@@ -182,16 +191,11 @@ class Reader:
 
     def _cut(self, file: File, got: int) -> DamagedCheckpoint:
         return DamagedCheckpoint(
-            f"{self.folder}/{file.name}: got {got} bytes, expected {file.nbytes}. Load an older checkpoint."
+            f"{self.place}/{file.name}: got {got} bytes, expected {file.nbytes}. Load an older checkpoint."
         )
 
-    def check(self, rank: int, ranks: int) -> None:
-        """Looks at this rank's share of the files: their sizes, and what stands before the data.
-
-        Raises:
-            DamagedCheckpoint: one is not what was written.
-        """
-        for file in self.manifest.files[rank::ranks]:
+    def check(self, number: int, count: int) -> None:
+        for file in self.manifest.files[number::count]:  # their sizes, and what stands before the data
             header = min([piece.offset for piece in file.pieces], default=file.nbytes)
             self._read(file, 0, memoryview(bytearray(header)), file.sha256[0])
             with self._needed(file):

@@ -163,9 +163,5 @@ class Remote(Folder):
 
 
 def folder_at(path: str) -> Folder:
-    """The folder of a path.
-
-    Raises:
-        ImportError, ValueError: a URL for which there is no filesystem.
-    """
+    """The folder of a path."""
     return Remote(path) if is_url(path) else Folder(path)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from fzero.base.arguments import wrong
 from fzero.checkpoint import chunks
 from fzero.checkpoint.files import Folder, path_of
-from fzero.checkpoint.fill import Everyone, as_said
+from fzero.checkpoint.fill import Everyone, agreed
 from fzero.checkpoint.manifest import TOGETHER
 from fzero.checkpoint.remote import folder_at
 from fzero.checkpoint.snapshot import Snapshot
@@ -187,8 +187,8 @@ def begin(
     axis, everyone = state.params.axis, Everyone(state.params.axis)
     own = backend.global_rank() if backend.initialized() else 0
     before = _last.get(own)
-    error, snapshot, folder, said = None, None, "", list[str]()
-    try:
+
+    def prepared() -> tuple[str, str, Snapshot]:
         if before is not None and before.here and (failed := before.untold()) is not None:
             raise OSError(
                 f"fz.{who}: the save before this one has failed, and nobody waited for it: {before.path}: {failed}"
@@ -202,39 +202,19 @@ def begin(
         text = as_json(extra, f"fz.{who}: extra")
         workers = 1 if beside else chunks.workers()  # a step beside it needs the other cores
         # a copy of what the caller may change while it is written
-        snapshot = Snapshot.of(state, json.loads(text), workers)
-        said = [f"component {axis.who}", f"path {among or folder}", f"state after update {state.step}"]
-        said += [f"seed {state.seed}", f"extra {text}"]
-    except Exception as found:
-        error = found
-    token = uuid.uuid4().hex[:12]
-    if everyone.count > 1:
-        mine = [token, folder, said, [type(error).__name__, str(error)] if error else []]
-        heard = [json.loads(text) for text in everyone.exchange(json.dumps(mine), who)]
-        token, folder, first, _ = heard[0]
-        error = error or _difference(who, first, [(theirs, failed) for _, _, theirs, failed in heard])
-    if error is not None:
-        raise error
-    assert snapshot is not None
+        return folder, text, Snapshot.of(state, json.loads(text), workers)
+
+    folder, text, snapshot = agreed(axis, prepared, who)
+    axis.check_same(
+        f"component {axis.who}\npath {among or folder}\nupdate {state.step}\nseed {state.seed}\nextra {text}",
+        f"fz.{who}: The saves",
+        "Call it on every rank with the same path and extra. If a value differs by rank, give all ranks the list of "
+        "values.",
+    )
+    token, folder = json.loads(everyone.exchange(json.dumps([uuid.uuid4().hex[:12], folder]), who)[0])
     board = Board(token, everyone.count, everyone.timeout, everyone.number)
     _last[own] = saving = Saving(folder_at(folder), snapshot, board, then)
     return saving
-
-
-def _difference(who: str, first: list[str], heard: list[tuple[list[str], list[str]]]) -> Exception | None:
-    """What keeps the ranks from saving one thing."""
-    for rank, (_, failed) in enumerate(heard):
-        if failed:
-            return as_said(failed[0], f"rank {rank}: {failed[1]}")
-    for rank, (said, _) in enumerate(heard):
-        for ours, theirs in zip(first, said, strict=True):
-            if ours != theirs:
-                return ValueError(
-                    f"fz.{who}: the ranks save different things: rank 0 has {ours}, rank {rank} has {theirs}. Call "
-                    "it on every rank with the same path and extra. If a value differs by rank, give all ranks the "
-                    "list of values."
-                )
-    return None
 
 
 def as_json(value: object, place: str) -> str:

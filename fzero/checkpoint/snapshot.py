@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -11,7 +12,7 @@ import torch
 from fzero.base import pytree
 from fzero.base.arguments import named
 from fzero.checkpoint.chunks import bytes_of, digest, on_host, staged
-from fzero.checkpoint.contents import Copies, Run, copies_of, described, runs, share, written
+from fzero.checkpoint.contents import Copies, Run, copies_of, described, runs, share
 from fzero.checkpoint.fill import Everyone
 from fzero.checkpoint.manifest import CODES, CODES_OF_TENSORS, Kept, Leaf, Piece, as_filed, header_of
 from fzero.comm.axis import Axis
@@ -67,11 +68,7 @@ class Snapshot:
 
     @staticmethod
     def of(state: TrainState, extra: object, workers: int) -> Snapshot:
-        """Holds a state's buffers; an update that is donated it meanwhile leaves those alone.
-
-        Raises:
-            TypeError, ValueError: something in it cannot be kept.
-        """
+        """Holds a state's buffers; an update that is donated it meanwhile leaves those alone."""
         params, items = state.params, items_of(state)
         for name, value in items:
             dense = isinstance(value, torch.Tensor) and value.layout == torch.strided
@@ -153,13 +150,19 @@ class Snapshot:
 
     def pieces(self) -> list[tuple[Piece, torch.dtype]]:
         """Where in the file each slice goes, in the order in which they are written; offsets are those of the data."""
-        out, offset = [], 0
-        for item, _, leaf, part, dtype, start, stop, low, high in self._runs():
-            nbytes = (high - low) * dtype.itemsize
-            rank = self.layout.tensor[0] if self._is_sliced(item, leaf) else 0
-            out.append((Piece(item, leaf, part, start, stop, offset, nbytes, rank), dtype))
-            offset += nbytes
-        return out
+        found = list[tuple[Piece, torch.dtype]]()
+        for own, _ in self.slices:
+            for part, written in runs(self.layout, own.key, own.form, own.low, own.high):
+                dtype = own.form.parts[part].dtype
+                for run in self._written(written):
+                    nbytes, rank = (run.high - run.low) * dtype.itemsize, self.layout.tensor[0]
+                    where = own.item, run.leaf, part, run.start, run.stop, 0, nbytes
+                    found.append((Piece(*where, rank if self._is_sliced(run.leaf) else 0), dtype))
+        for item in self._own_tensors():
+            tensor = self.tensors[item]
+            found.append((Piece(item, 0, 0, 0, tensor.numel(), 0, tensor.nbytes), tensor.dtype))
+        ends = itertools.accumulate([piece.nbytes for piece, _ in found], initial=0)
+        return [(piece._replace(offset=offset), dtype) for offset, (piece, dtype) in zip(ends, found, strict=False)]
 
     def header(self, pieces: list[tuple[Piece, torch.dtype]]) -> bytes:
         """What stands before the data in the file: the names, dtypes and places of its tensors."""
@@ -169,7 +172,7 @@ class Snapshot:
             name = kept.name
             if kept.kind not in ("tensor", "count", "number"):
                 path, part = self.layout.rows[piece.leaf].path, f" part {piece.part}" if piece.part else ""
-                number = f" of slice {piece.rank}" if self._is_sliced(piece.item, piece.leaf) else ""
+                number = f" of slice {piece.rank}" if self._is_sliced(piece.leaf) else ""
                 name = f"{name}/{path}[{piece.start}:{piece.stop}]{number}{part}"
             begin, end = piece.offset, piece.offset + piece.nbytes
             shape = [piece.nbytes // dtype.itemsize]
@@ -194,21 +197,14 @@ class Snapshot:
         for number in self._own_tensors():
             yield self.tensors.pop(number).detach().reshape(-1)
 
-    def _runs(self) -> Iterator[tuple[int, Key | None, int, int, torch.dtype, int, int, int, int]]:
-        for own, _ in self.slices:
-            for part, found in runs(self.layout, own.key, own.form, own.low, own.high):
-                for run in self._written(found):
-                    yield own.item, own.key, run.leaf, part, own.form.parts[part].dtype, *run[1:]
-        for item in self._own_tensors():
-            tensor = self.tensors[item]
-            yield item, None, 0, 0, tensor.dtype, 0, tensor.numel(), 0, tensor.numel()
-
     def _written(self, found: list[Run]) -> list[Run]:
-        """Those of some runs that this rank saves."""
-        return [run for run in found if written(self.layout, run.leaf)]
+        """Those of some runs that this rank saves: of copies on the tensor axis one does, by turns."""
+        rank, ranks = self.layout.tensor
+        rows = self.layout.rows
+        return [run for run in found if rows[run.leaf].slices is not None or run.leaf % ranks == rank]
 
-    def _is_sliced(self, item: int, leaf: int) -> bool:
-        return bool(self.kept[item].formats) and sliced_in(self.layout, leaf) is not None
+    def _is_sliced(self, leaf: int) -> bool:
+        return sliced_in(self.layout, leaf) is not None
 
     def _own_tensors(self) -> list[int]:
         """The tensors that this rank saves."""

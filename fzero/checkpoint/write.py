@@ -39,13 +39,11 @@ class Board:
 
     def __init__(self, token: str, ranks: int, timeout: float, rank: int) -> None:
         self.token, self._rank, self._shown = token, rank, time.monotonic()
-        self._prefix, self._timeout, self._own = f"fzero/save/{token}/", timeout, dict[str, str]()
+        self._prefix, self._timeout = f"fzero/save/{token}/", timeout
         self._store = backend.store() if ranks > 1 else None
 
     def post(self, name: str, text: str) -> None:
-        if self._store is None:
-            self._own[name] = text
-        else:
+        if self._store is not None:
             self._store.set(self._prefix + name, text)
 
     def go_on(self) -> None:
@@ -56,14 +54,8 @@ class Board:
             self._store.add(f"{self._prefix}signs of {self._rank}", 1)
 
     def read(self, name: str, of: int, who: Callable[[], str]) -> str:
-        """The note of a rank, once it is there.
-
-        Raises:
-            TimeoutError: within the process group's timeout it was not, nor a sign that the rank gets on; `who` says
-                whose it is.
-        """
-        if self._store is None:
-            return self._own[name]
+        """The note of a rank, once it is there."""
+        assert self._store is not None
         pause, signs, end = 0.0005, 0, time.monotonic() + self._timeout
         with _reached(who):
             while not self._store.check([self._prefix + name]):
@@ -120,11 +112,7 @@ class _Written(NamedTuple):
 
 
 def write(folder: Folder, snapshot: Snapshot, board: Board, then: Callable[[], None] | None) -> None:
-    """One rank's part of a save, which ends on every rank in the same way.
-
-    Raises:
-        OSError: it has failed, and where.
-    """
+    """One rank's part of a save, which ends on every rank in the same way."""
     rank, ranks = Everyone(snapshot.axis).number, Everyone(snapshot.axis).count
     try:
         _lead(folder, snapshot, board, then) if rank == 0 else _follow(folder, snapshot, board, rank, ranks)

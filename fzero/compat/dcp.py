@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from fzero.base import private, pytree
-from fzero.base.arguments import need_int, need_str, wrong
+from fzero.base.arguments import need_str, wrong
 from fzero.base.patterns import matches
 from fzero.checkpoint.contents import need_same
 from fzero.checkpoint.files import folder_of
-from fzero.checkpoint.fill import Wanted, agreed
+from fzero.checkpoint.fill import Wanted, agreed, loaded
 from fzero.checkpoint.manifest import DamagedCheckpoint
 from fzero.comm.axis import Axis
-from fzero.compat.trees import WORDS, Others, loaded, need_same_values, one_count, ties_of, untied
+from fzero.compat.trees import WORDS, Others, need_same_values, one_count, ties_of, untied
 from fzero.formats.formats import Format, Plain
 from fzero.state.checks import constants
 from fzero.state.train_state import TrainState
@@ -137,13 +137,12 @@ def load_dcp(
     who = "fz.compat.load_dcp"
     need_step(step, "compat.load_dcp")
 
-    def asked() -> tuple[Wanted, int]:
+    def asked() -> Wanted:
         need_str(model, who, "model", "a prefix of names")
         need_str(optim, who, "optim", "a prefix of names", or_none=True)
-        folder = folder_of(path, "compat.load_dcp")
-        return Wanted(who, folder, like, pattern, lossy, lenient), need_int(seed, who, "seed")
+        return Wanted(who, folder_of(path, "compat.load_dcp"), like, pattern, lossy, lenient, seed)
 
-    return loaded(step, asked, lambda wanted, axis: _Reading(wanted.place, model, optim, like), optim is not None)
+    return loaded(step, asked, lambda wanted, _: _Reading(wanted.place, model, optim, like), optim is not None)[0]
 
 
 class _Reading(Others[str]):

@@ -33,11 +33,7 @@ class Entry(NamedTuple):
 
 
 def entries_of(path: str, descriptor: int) -> list[Entry]:
-    """The tensors of an open file, in its order.
-
-    Raises:
-        DamagedCheckpoint: it is no whole safetensors file.
-    """
+    """The tensors of an open file, in its order."""
     size = os.fstat(descriptor).st_size
     length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
     if size < 8 or length > min(size - 8, _LONGEST):
@@ -141,13 +137,7 @@ class Opened:
         self.entries: dict[str, Entry] = {}
 
     def open(self) -> None:
-        """Opens all of them.
-
-        Raises:
-            FileNotFoundError: a file is not there.
-            DamagedCheckpoint: one is no whole safetensors file, or lacks what its index says.
-            ValueError: two files have one tensor.
-        """
+        """Opens all of them."""
         models = [_files_of(path) for path in self._paths]
         for path in [path for files, *_ in models for path in files]:
             self._open(path)
@@ -196,11 +186,7 @@ class Opened:
         return "\n".join(lines)
 
     def read_into(self, own: Entry, target: torch.Tensor, start: int) -> None:
-        """Fills a flat tensor on the CPU with the bytes of one of the tensors, from a byte of it on.
-
-        Raises:
-            DamagedCheckpoint: the file ends before.
-        """
+        """Fills a flat tensor on the CPU with the bytes of one of the tensors, from a byte of it on."""
         view, offset = bytes_of(target), own.offset + start
         done = read_at(self._files[own.file].descriptor, offset, view)
         if done < len(view):
@@ -210,9 +196,6 @@ class Opened:
 
     def check(self) -> None:
         """Refuses what was read of files that somebody wrote into meanwhile, or of several if one is another one now.
-
-        Raises:
-            DamagedCheckpoint: naming the file.
         """
         for path, own in self._files.items():
             try:  # one file is what it is; of several, one may have been opened before a save and one after it
@@ -240,10 +223,6 @@ def _files_of(path: str) -> tuple[list[str], str, Mapping[str, str]]:
 
     Returns:
         Their paths; and of an index its path, and tensors' names -> the paths of their files.
-
-    Raises:
-        FileNotFoundError: a folder has neither a file of the usual name nor an index.
-        DamagedCheckpoint: an index that cannot be read.
     """
     if os.path.isdir(path):
         single, index = os.path.join(path, SINGLE), os.path.join(path, INDEX)

@@ -292,13 +292,7 @@ def _flat(value: torch.Tensor) -> torch.Tensor:
 
 
 def _files_of(folder: str) -> tuple[list[str], list[str]]:
-    """The files with the states of the optimizer, and of the model, by rank.
-
-    Raises:
-        FileNotFoundError: there is no checkpoint.
-        DamagedCheckpoint: the file of a rank is missing.
-        ValueError: it is of a kind that is not read, or its files are of different saves.
-    """
+    """The files with the states of the optimizer, and of the model, by rank."""
     try:
         names = sorted(os.listdir(folder))
     except (FileNotFoundError, NotADirectoryError):

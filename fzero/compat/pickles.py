@@ -72,22 +72,13 @@ def unpickled(path: str, inert: Sequence[str], numbers: Sequence[str]) -> States
 
 
 def fingerprint(path: str) -> str:
-    """What differs between files that differ, as far as their own checksums do.
-
-    Raises:
-        DamagedCheckpoint: the file is cut, or is not there.
-        ValueError: it is in torch's old format.
-    """
+    """What differs between files that differ, as far as their own checksums do."""
     said = [(own.filename, own.file_size, own.CRC) for own in _records(path)]
     return f"{zlib.crc32(repr(said).encode()):08x}"
 
 
 def verify(path: str) -> None:
-    """Holds all of a file against its own checksums, where it has some.
-
-    Raises:
-        DamagedCheckpoint: something has changed.
-    """
+    """Holds all of a file against its own checksums, where it has some."""
     _check(path, tensors=True)
 
 

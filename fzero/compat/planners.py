@@ -31,11 +31,7 @@ class Load(DefaultLoadPlanner):
 
 
 class Reader(FileSystemReader):
-    """Reads others' checkpoints, and nothing from their metadata but the classes that DCP itself writes there.
-
-    Attributes:
-        checksum: of the metadata that were read.
-    """
+    """Reads others' checkpoints, and nothing from their metadata but the classes that DCP itself writes there."""
 
     checksum = ""
 

@@ -14,7 +14,7 @@ from fzero.base.arguments import need_int, need_path, wrong
 from fzero.base.patterns import matches
 from fzero.checkpoint.contents import copies_of, need_same
 from fzero.checkpoint.files import folder_of
-from fzero.checkpoint.fill import Everyone, Wanted, agreed
+from fzero.checkpoint.fill import Everyone, Wanted, agreed, loaded
 from fzero.checkpoint.manifest import CODES, DTYPES
 from fzero.comm.axis import Axis
 from fzero.compat.export import Export
@@ -24,7 +24,6 @@ from fzero.compat.trees import (
     Others,
     Tie,
     by_path,
-    loaded,
     need_names,
     need_same_values,
     paths_of,
@@ -95,13 +94,13 @@ def load_safetensors(
             raise wrong(who, "files", files, "a path, or a list of paths")
         return [os.path.abspath(need_path(path, who, "files", "the path of a file or a folder")) for path in several]
 
-    def asked() -> tuple[Wanted, int]:
+    def asked() -> Wanted:
         first, *rest = paths()
         need_names(names, like, who)
         place = first + (f" and {len(rest)} more" if rest else "")
-        return Wanted(who, place, like, pattern, lossy, lenient), need_int(seed, who, "seed")
+        return Wanted(who, place, like, pattern, lossy, lenient, seed)
 
-    return loaded(step, asked, lambda wanted, axis: _Files(wanted.place, paths(), like, names, axis), optim=False)
+    return loaded(step, asked, lambda wanted, axis: _Files(wanted.place, paths(), like, names, axis), False)[0]
 
 
 class _Files(Others[Entry]):

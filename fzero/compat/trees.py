@@ -8,17 +8,15 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
-from fzero.base import private, pytree
+from fzero.base import pytree
 from fzero.base.arguments import named, wrong
-from fzero.checkpoint.fill import Everyone, Wanted, agreed, choose, filled
+from fzero.checkpoint.fill import Everyone, Files
 from fzero.comm.axis import Axis
 from fzero.formats.formats import ALIGN, Format, Plain, zeros
 from fzero.state.items import Item
-from fzero.state.origin import TREES, Origin
-from fzero.state.train_state import TrainState
+from fzero.state.origin import TREES
 from fzero.table.module_params import other_names
 from fzero.table.rows import Leaf
-from fzero.table.spec import Spec
 
 Names = Callable[[str], str]
 
@@ -41,21 +39,13 @@ def renamed(names: Names, path: str) -> str:
 
 
 def by_path(asked: Mapping[str, str], there: Iterable[str]) -> dict[str, str]:
-    """The names that files have, by the paths of their leaves; those of no leaf by words that are no leaf's path.
-
-    Args:
-        asked: as of `paths_of`.
-    """
+    """The names that files have, by the paths of their leaves; those of no leaf by words that are no leaf's path."""
     paths = {*asked.values()}
     return {asked.get(name, f"{name} (in the files)" if name in paths else name): name for name in there}
 
 
 def paths_of(who: str, like: object, names: Names | None) -> dict[str, str]:
-    """The names of a tree's leaves in the files -> their paths.
-
-    Raises:
-        ValueError: two leaves have one name.
-    """
+    """The names of a tree's leaves in the files -> their paths."""
     out = dict[str, str]()
     for path in pytree.named_leaves(like)[0]:
         name = path if names is None else renamed(names, path)
@@ -136,21 +126,19 @@ WORDS = {
 }
 
 
-class Others(Origin, Generic[N]):
+class Others(Files, Generic[N]):
     """Files of another library as the origin of a state.
 
     Attributes:
         params: paths of leaves -> their tensors in the files.
         moments: what others call them -> these by the paths of leaves.
-        said: what all ranks must find.
         without: the argument that begins the moments anew; and what else may help where one is missing.
     """
 
-    device, extras = torch.device("cpu"), ()
+    extras = ()
     params: dict[str, N]
     moments: Mapping[str, Mapping[str, N]] = MappingProxyType({})
-    said = ""
-    what, without, else_said = "The checkpoints", "optim=None", ""
+    without, else_said = "optim=None", ""
 
     def form(self, tensor: N) -> tuple[tuple[int, ...], torch.dtype]:
         """The shape and the dtype of a tensor."""
@@ -167,19 +155,6 @@ class Others(Origin, Generic[N]):
     def lacks(self) -> str:
         """What to say where there are no moments, and the step has some."""
         raise NotImplementedError
-
-    def count(self, paths: Sequence[str]) -> int:
-        """How many updates the moments of these leaves have seen."""
-        raise NotImplementedError
-
-    def need_ties(self, pattern: str, axis: Axis) -> None:
-        """Refuses two names of a tied leaf that disagree."""
-
-    def check(self, number: int, count: int) -> None:
-        """Refuses what was read of files that have changed meanwhile; each rank looks at its share."""
-
-    def close(self) -> None:
-        """Nothing more is read."""
 
     @property
     def leaves(self) -> list[Leaf]:
@@ -219,37 +194,6 @@ class Others(Origin, Generic[N]):
         return out
 
 
-def loaded(
-    step: Spec, asked: Callable[[], tuple[Wanted, int]], opened: Callable[[Wanted, Axis], Others[N]], optim: bool
-) -> TrainState:
-    """A state of others' files; all ranks call it.
-
-    Args:
-        asked: what is wanted, and the seed; refuses what is wrong with it.
-        opened: the files, which it closes where it fails.
-        optim: whether the moments go on.
-    """
-    wanted, seed = agreed(step.axis(), asked)
-    with private.of_normal_tensors(), private.below_transforms():
-        axis = step.axis().of_component(step.name)
-        everyone, origin = Everyone(axis), None
-        try:
-            origin = own = agreed(axis, lambda: opened(wanted, axis))
-            advice = "Give every rank the same ones, and let nobody save over them meanwhile."
-            axis.check_same(f"{own.said}\nseed {seed}", own.what, advice)
-            agreed(axis, lambda: own.need_ties(wanted.pattern, axis))
-            choice = agreed(axis, lambda: choose(wanted, own.leaves, own.structure, step, axis))
-            count = agreed(axis, lambda: own.count(choice.with_moments) if optim else None)
-            state = filled(own, choice, wanted, step, axis, seed, count)
-            agreed(axis, lambda: own.check(everyone.number, everyone.count))
-        finally:
-            if origin is not None:
-                origin.close()
-        if everyone.leads:
-            choice.warn(wanted, 3)
-        return state
-
-
 def word_of(item: str) -> str:
     """What others call an item of the moments: "moments.1.mu" is an `exp_avg`."""
     own = item.rpartition(".")[2]
@@ -257,11 +201,7 @@ def word_of(item: str) -> str:
 
 
 def one_count(place: str, counts: Mapping[str, int], other: int, anew: str) -> int:
-    """How many updates all leaves have seen; `other` where none says it.
-
-    Args:
-        anew: the argument that begins the moments anew.
-    """
+    """How many updates all leaves have seen; `other` where none says it."""
     if len({*counts.values()}) > 1:
         first, last = min(counts, key=counts.__getitem__), max(counts, key=counts.__getitem__)
         raise ValueError(

@@ -154,12 +154,7 @@ class Writing:
 
 
 class _Save(DefaultSavePlanner):
-    """Plans to write whole tensors.
-
-    Args:
-        known: the names of the tensors -> their shapes and dtypes.
-        tensors: with their names, in this order.
-    """
+    """Plans to write whole tensors."""
 
     def __init__(
         self, known: Mapping[str, tuple[tuple[int, ...], torch.dtype]], tensors: Iterator[tuple[str, torch.Tensor]]

@@ -287,11 +287,7 @@ class Call:
 
 
 def told(line: Line | None, verb: str, check: Callable[[], T]) -> T:
-    """`check()`, which looks at the arguments of a call; where it fails on one rank, it fails on all.
-
-    Args:
-        verb: the call that the others make.
-    """
+    """`check()`, which looks at the arguments of a call; where it fails on one rank, it fails on all."""
     try:
         return check()
     except Exception as error:

@@ -132,11 +132,7 @@ class Flow:
             own.begin()
 
     def backward(self, stage: int, microbatch: int, cotangent: object, retain_graph: bool = False) -> None:
-        """Pulls a microbatch back through a stage.
-
-        Args:
-            cotangent: of the last stage's outputs; others take what the stages behind them left.
-        """
+        """Pulls a microbatch back through a stage."""
         pull = lambda component, own: self.passes[component].backward(microbatch, own, retain_graph)
         self._back(stage, microbatch, cotangent, pull)
 

@@ -64,9 +64,6 @@ class Messages:
         """Sends a tree, whose tensors are copied.
 
         It is pickled: it goes between ranks of one program, which run the same code.
-
-        Raises:
-            TypeError: there is something in it that cannot be sent.
         """
         pickler = _Pickler(out := io.BytesIO())
         try:
@@ -218,9 +215,6 @@ class Line:
 
     def need_same(self, examples: Sequence[int], stage: int) -> None:
         """Refuses shares of a batch that differ between places: microbatches would count there what they do not here.
-
-        Args:
-            examples: those of each rank.
         """
         expected = examples[self.rank_of(stage)]
         for rank, own in enumerate(examples):
@@ -231,11 +225,7 @@ class Line:
                 )
 
     def exchange(self, own: object, error: BaseException | None) -> list[Any]:
-        """What every rank says, in rank order; raises on all of them if one has failed.
-
-        Args:
-            own: a small tree.
-        """
+        """What every rank says, in rank order; raises on all of them if one has failed."""
         failed = self._told(error) if error is not None else None
         others = [rank for rank in self.ranks if rank != self.rank]
         for rank in others:

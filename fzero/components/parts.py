@@ -204,11 +204,7 @@ SLOTS = ("a", "b")  # the subfolder that the next save goes to is the one that t
 
 
 def save_parts(path: str, states: Sequence[TrainState | None], extra: object, places: AllPlaces) -> None:
-    """Writes the states that are here; what lay there before is whole until all are written, and then goes.
-
-    Args:
-        states: of every component, None of those that other places write.
-    """
+    """Writes the states that are here; what lay there before is whole until all are written, and then goes."""
     folder = path_of(path, "save")
 
     def begin() -> tuple[str, object]:
@@ -251,11 +247,6 @@ def load_parts(path: object, steps: Mapping[int, Spec | Loadable], count: int, o
     Args:
         count: of all components.
         options: of `fz.load`; `like` is a list with one tree for each component.
-
-    Raises:
-        FileNotFoundError: there is no checkpoint of a pipeline.
-        DamagedCheckpoint: it is not what was written.
-        ValueError: it is of another number of components.
     """
     folder = path_of(path, "load")
     found = read_together(folder)

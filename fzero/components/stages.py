@@ -57,12 +57,7 @@ class Weighed(NamedTuple):
 
 
 class LocalStage:
-    """A step in this process, with what a pipeline asks of a stage.
-
-    Args:
-        step: an `fz.Step`.
-        micro: the microbatches of the pipeline.
-    """
+    """A step in this process, with what a pipeline asks of a stage."""
 
     distant = False
 
@@ -239,12 +234,7 @@ def _may_follow(stages: Mapping[int, Stage], state: PipelineState, trees: object
 def goes_on_through(
     stages: Mapping[int, Stage], steps: Sequence[object], state: PipelineState, trees: Sequence[object]
 ) -> bool:
-    """Tells whether a transform goes on through components, by their state, some trees, or their optimizers.
-
-    Args:
-        stages: component -> stage, all of them in this process.
-        steps: the components.
-    """
+    """Tells whether a transform goes on through components, by their state, some trees, or their optimizers."""
     held = [tensors_held(step.optimizer) for step in steps if isinstance(step, Spec)]
     return _may_follow(stages, state, trees) and goes_on(state, held, *trees)
 
@@ -256,9 +246,6 @@ def constants_of(
 
     Args:
         alone: whether all components run in this place.
-
-    Raises:
-        TypeError: a transform goes on through what has to be a constant.
     """
     if alone and _may_follow(stages, state, tuple(arguments.values())):
         return [state, *arguments.values()]

@@ -45,12 +45,7 @@ class Record:
         self._first = 0  # the number of the run's first step
 
     def begin(self, done: int, total: int | None, resumed: bool, leads: bool) -> None:
-        """Opens what is shown, on the rank that leads.
-
-        Raises:
-            ImportError: what shows it is not installed.
-            OSError, ValueError: it cannot be written, or another program's file is there.
-        """
+        """Opens what is shown, on the rank that leads."""
         self._since, self._first = time.perf_counter(), done + 1
         if not leads:
             return
@@ -129,10 +124,6 @@ def numbers_of(values: object, what: str) -> dict[str, float]:
     """Numbers by their names; those of an ensemble as `loss.0`, `loss.1`, ..., of a mapping as `leaf_norms.params.w`.
 
     "aux" and "collected" are left out.
-
-    Raises:
-        TypeError: a name that is no str, or a value that is no number.
-        ValueError: a name of the row's own, two values of one name, or a number without a float.
     """
     if not isinstance(values, Mapping):
         raise TypeError(f"loop: got {named(values)} as {what}, expected a mapping of names to numbers.")
@@ -181,9 +172,6 @@ class Table:
 
     Args:
         goes_on: whether the rows of the file stay, but for what a killed run has half written.
-
-    Raises:
-        OSError, ValueError: it cannot be written, or something else than a loop's log is there.
     """
 
     def __init__(self, path: str, goes_on: bool) -> None:

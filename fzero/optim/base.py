@@ -66,11 +66,7 @@ def at(number: Number | Schedule, count: int) -> Number:
 
 
 def known(number: Number) -> float:
-    """A number of an update in place, which none of an optimizer's tensors come to that can be seen.
-
-    Raises:
-        TypeError: a transform goes on through one that a schedule has from elsewhere.
-    """
+    """A number of an update in place, which none of an optimizer's tensors come to that can be seen."""
     if isinstance(number, torch.Tensor):
         raise TypeError(
             "step: torch.func differentiates through a tensor of the optimizer's schedule that is in a module, a "

@@ -57,9 +57,5 @@ class Loadable(Protocol):
     """A component that reads its own checkpoint; `fz.load` asks it."""
 
     def load_from(self, path: str, options: Mapping[str, Any]) -> Any:
-        """The state of a checkpoint.
-
-        Args:
-            options: keyword arguments of `fz.load`.
-        """
+        """The state of a checkpoint."""
         ...

@@ -73,11 +73,7 @@ def _refuse_traces() -> None:
 
 
 def follows_step(step: Spec, state: _State, who: str, **arguments: object) -> bool:
-    """Tells whether a transform goes on through what a verb is given, or what its step's optimizer was made with.
-
-    Raises:
-        TypeError: it does, and the step or its state does what has no derivative; naming what to leave out.
-    """
+    """Tells whether a transform goes on through a verb's arguments or its step's optimizer; refused where it cannot."""
     if not is_transformed():
         return False
     own = (step.optimizer, step.extras)
@@ -223,11 +219,6 @@ def checksums(x: torch.Tensor) -> str:
 
 
 def check_values(axis: Axis, tensors: Iterable[torch.Tensor], what: str, advice: str) -> None:
-    """Raises ValueError on every rank where the ranks have other tensors.
-
-    Args:
-        what: they are, in words.
-        advice: what to do.
-    """
+    """Raises ValueError on every rank where the ranks have other tensors."""
     said = [f"a tensor of shape {tuple(x.shape)} with {checksums(x)}" for x in tensors]
     axis.check_same("\n".join(said), what, advice)

@@ -170,11 +170,7 @@ def _refuse_parts(moments: object, extras: Mapping[str, object]) -> None:
 
 
 def check_tables(step: Spec, layout: Layout, axis: Axis, more: str) -> None:
-    """Raises ValueError on every rank where the ranks make states of different tables.
-
-    Args:
-        more: what they must say alike besides.
-    """
+    """Raises ValueError on every rank where the ranks make states of different tables."""
     table = "\n".join(
         f"{row.path} {row.shape} {row.policy} {row.optimizer} unit {row.unit!r} gathered for {row.lifetime}, "
         f"autocast {row.autocast}, remat {row.remat}, in {', '.join(map(name_of, row.memories))}"

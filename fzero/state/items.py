@@ -35,12 +35,7 @@ class Item(NamedTuple):
 
 
 def items_of(state: TrainState) -> list[Item]:
-    """Everything that a state keeps.
-
-    Raises:
-        TypeError: an entry of `state.extra` or of the moments is of another kind.
-        ValueError: two of them have one name.
-    """
+    """Everything that a state keeps."""
     found = [Item("params", state.params)]
     found += [] if state.grads is None else [Item("grads", state.grads)]
     found += items_in("moments", state.moments)

@@ -180,11 +180,7 @@ class Move:
         return pytree.Count(self.updates) if isinstance(item.value, pytree.Count) else item.value
 
     def extra(self, extra: dict[str, object]) -> dict[str, object]:
-        """`state.extra`: what both keep alike; what only the step keeps begins, such as a number of a later version.
-
-        Raises:
-            ValueError: an entry that only the origin has would be dropped.
-        """
+        """`state.extra`: what both keep alike; what only the step keeps begins, such as a number of a later version."""
         own, kinds = ({name: kind for name, kind, _ in x} for x in (self.step.signature.extras, self.origin.extras))
         for name, kind, expendable in self.origin.extras:
             if own.get(name) != kind and not expendable and not self.lossy:

@@ -196,11 +196,7 @@ class TrainState:
                 self.kill(why)
 
     def overwritten(self, why: str) -> None:
-        """Notes that an update has begun to overwrite this state. If it fails, the state stays dead.
-
-        Args:
-            why: the text of the error that later uses raise.
-        """
+        """Notes that an update has begun to overwrite this state. If it fails, the state stays dead."""
         self._overwritten = why
 
     def kill(self, why: str) -> None:

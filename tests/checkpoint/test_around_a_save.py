@@ -217,7 +217,7 @@ def test_ranks_that_ask_for_different_things(tmp_path: Path, what: Any, match: s
 def test_seeds_that_differ(tmp_path: Path) -> None:
     def rank_main(rank: int) -> None:
         state = step_of(2).init(params()).replace(seed=rank)
-        with pytest.raises(ValueError, match="rank 0 has seed 0, rank 1 has seed 1"):
+        with pytest.raises(ValueError, match="rank 0 has 'seed 0', rank 1 has 'seed 1'"):
             fz.save(tmp_path, state)
 
     run_ranks(rank_main, 2)
@@ -441,7 +441,7 @@ def test_another_save_between_the_looks_of_two_ranks(tmp_path: Path, monkeypatch
         looked.set()
         return found
 
-    monkeypatch.setattr("fzero.checkpoint.load.read_manifest", later)
+    monkeypatch.setattr("fzero.checkpoint.read.read_manifest", later)
 
     def rank_main(rank: int) -> None:
         with pytest.raises(ValueError, match=r"The checkpoints differ .*let nobody save there meanwhile"):

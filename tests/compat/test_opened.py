@@ -24,7 +24,8 @@ from compat.over import (
 from safetensors.torch import save_file
 
 import fzero as fz
-from fzero.compat import opened, trees
+from fzero.checkpoint import fill
+from fzero.compat import opened
 from fzero.testing import run_ranks
 
 
@@ -101,14 +102,14 @@ def test_one_of_several_files_that_becomes_another_one(
 def test_written_in_place_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_file(params(1.0), tmp_path / SINGLE)
     os.utime(tmp_path / SINGLE, (0, 0))
-    real = trees.filled
+    real = fill._filled
 
     def meanwhile(*given: Any) -> Any:
         save_file(params(2.0), tmp_path / "new")
         (tmp_path / SINGLE).write_bytes((tmp_path / "new").read_bytes())
         return real(*given)
 
-    monkeypatch.setattr(trees, "filled", meanwhile)
+    monkeypatch.setattr(fill, "_filled", meanwhile)
     with pytest.raises(fz.DamagedCheckpoint, match=r"model.safetensors: was written to while it was read"):
         by_us(tmp_path)
 

@@ -12,7 +12,8 @@ from compat.over import NUMEL, params, saved, step_of, value_of
 from torch.distributed import barrier, get_rank
 
 import fzero as fz
-from fzero.compat import planners, trees
+from fzero.checkpoint import fill
+from fzero.compat import planners
 from fzero.testing import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of dcp without a process group
@@ -35,13 +36,13 @@ def torch_before(folder: Path) -> None:
 def test_a_checkpoint_of_torch_is_saved_over_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As torch does it: into the files that lie there."""
     torch_before(tmp_path)
-    real = trees.filled
+    real = fill._filled
 
     def meanwhile(*given: Any) -> Any:
         torch_before(tmp_path)
         return real(*given)
 
-    monkeypatch.setattr(trees, "filled", meanwhile)
+    monkeypatch.setattr(fill, "_filled", meanwhile)
     with pytest.raises(fz.DamagedCheckpoint, match="was saved over while it was read"):
         loaded_of_dcp(tmp_path)
 

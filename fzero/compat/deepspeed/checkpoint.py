@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import torch
 
 from fzero.base import pytree
-from fzero.base.arguments import need_bool, need_int, need_str
+from fzero.base.arguments import need_bool, need_str
 from fzero.checkpoint.files import folder_of
-from fzero.checkpoint.fill import Wanted
+from fzero.checkpoint.fill import Wanted, loaded
 from fzero.compat.partitions import Spread, saved
 from fzero.compat.pickles import verify
-from fzero.compat.trees import Names, Others, by_path, loaded, need_names, one_count, paths_of
+from fzero.compat.trees import Names, Others, by_path, need_names, one_count, paths_of
 from fzero.state.train_state import TrainState
 from fzero.table.spec import Spec, need_step
 
@@ -78,14 +78,13 @@ def load_deepspeed(
     """
     need_step(step, "compat.load_deepspeed")
 
-    def asked() -> tuple[Wanted, int]:
+    def asked() -> Wanted:
         need_str(tag, _WHO, "tag", "the name of a checkpoint in the folder, or None", or_none=True)
         need_names(names, like, _WHO)
         need_bool(optim, _WHO, "optim")
-        folder = folder_of(path, "compat.load_deepspeed")
-        return Wanted(_WHO, folder, like, pattern, lossy, lenient), need_int(seed, _WHO, "seed")
+        return Wanted(_WHO, folder_of(path, "compat.load_deepspeed"), like, pattern, lossy, lenient, seed)
 
-    return loaded(step, asked, lambda wanted, axis: _Reading(wanted.place, tag, like, names), optim)
+    return loaded(step, asked, lambda wanted, _: _Reading(wanted.place, tag, like, names), optim)[0]
 
 
 def _tagged(folder: str, tag: str | None) -> str:

@@ -31,12 +31,7 @@ def join_group(settings: Settings, rank: int, store: backend.Store) -> None:
 
 
 def built_by(build: Callable[[int], object], rank: int, settings: Settings) -> Part:
-    """The step and params of a rank.
-
-    Raises:
-        TypeError: `build` returned something else.
-        ValueError: batches are to be split over more ranks than the step takes means over, or over other axes.
-    """
+    """The step and params of a rank."""
     given = build(rank)
     parts: tuple[Any, ...] = given if isinstance(given, tuple) else ()
     if len(parts) not in (2, 3) or not isinstance(parts[0], Spec):
@@ -78,10 +73,6 @@ def built_by(build: Callable[[int], object], rank: int, settings: Settings) -> P
 @dataclass(frozen=True)
 class OwnSlices:
     """A function, some of whose inputs lie over the axis that leaves are cut over: they vary, as a column's outputs do.
-
-    Attributes:
-        in_specs: of its inputs.
-        axis: by name.
     """
 
     fn: Callable[..., object]

@@ -142,11 +142,7 @@ def error_of(failure: Failure) -> Exception:
 
 
 def left_waiting(failure: Failure, other: str) -> tuple[str, str]:
-    """Why a component ends of which a rank has failed alone: the cause, and where it failed.
-
-    Args:
-        other: what another rank did then.
-    """
+    """Why a component ends of which a rank has failed alone: the cause, and where it failed."""
     cause = f"failed in a call ({failure.kind}: {failure.message}), {other}: their process group is of no use any more"
     return f"{cause}. With fz.remote(checked=True) it costs the call alone", failure.trace
 

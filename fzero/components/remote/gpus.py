@@ -159,11 +159,7 @@ class Reader:
     def take(
         self, offer: Offer, device: torch.device, send: Callable[[object], None], heard: Hear
     ) -> list[torch.Tensor] | None:
-        """Takes what is offered, into tensors of this process's own; None where it cannot map the piece.
-
-        Args:
-            heard: waits until the owner has filled the piece again.
-        """
+        """Takes what is offered, into tensors of this process's own; None where it cannot map the piece."""
         with torch.cuda.device(device):
             if offer.handle != self._handle and not self._maps(offer, device):
                 send("unable")

@@ -262,11 +262,7 @@ class Group:
                 self._news.notify_all()
 
     def _left_alone(self, rank: int, failure: Failure, first: Failure | None) -> None:
-        """A rank waited for another in vain: its process group is lost, as that one has died, or failed in the call.
-
-        Args:
-            first: what failed in it on another rank.
-        """
+        """A rank waited for another in vain: its process group is lost, as that one has died, or failed in the call."""
         self._in_doubt.set()
         deadline = time.monotonic() + (0.0 if self.links[rank].local else NOTICED)
         while self.died is None and time.monotonic() < deadline:
@@ -303,9 +299,6 @@ class Group:
         Args:
             first: it is of a kind: its outputs must fit together.
             ranks: of the first ones only, as others have other trees.
-
-        Raises:
-            Exception: it failed.
         """
         self.need_alive()
         found: list[Any] = []

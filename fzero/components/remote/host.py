@@ -61,13 +61,7 @@ class Order:
 
 
 class Host:
-    """A rank of a component, as its link and other ranks see it.
-
-    Args:
-        settings: of the component.
-        report: sends a message to the controlling process.
-        order: of this rank and the others in this process.
-    """
+    """A rank of a component, as its link and other ranks see it."""
 
     def __init__(
         self, settings: Settings, rank: int, report: Callable[[Message], object], order: Order | None = None

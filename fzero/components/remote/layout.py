@@ -65,9 +65,6 @@ def layout_of(metas: Sequence[Meta | Failure], places: Sequence[Place], componen
 
     Args:
         places: of these ranks.
-
-    Raises:
-        Failed: a part failed, or they do not fit together.
     """
     failures = [meta for meta in metas if isinstance(meta, Failure)]
     if failures:
@@ -274,11 +271,7 @@ class Totals:
         self._found: dict[tuple[str, ...], tuple[int, int, Sequence[int]]] = {}
 
     def need(self, number: int, dims: Dims, shape: Sequence[int]) -> None:
-        """Refuses a tensor of another size than an earlier one.
-
-        Args:
-            number: of the tensor.
-        """
+        """Refuses a tensor of another size than an earlier one."""
         for dim, names in enumerate(dims):
             other, place, like = self._found.setdefault(names, (number, dim, shape)) if names else (number, dim, shape)
             if shape[dim] != like[place]:
@@ -290,11 +283,7 @@ class Totals:
                 )
 
     def shares(self, place: Place) -> dict[tuple[str, ...], tuple[int, int]]:
-        """By axes how much of a dim that lies over them a rank has, and of how much.
-
-        Raises:
-            ValueError: some data ranks would have nothing: they compute NaN where fn takes a mean.
-        """
+        """By axes how much of a dim that lies over them a rank has, and of how much."""
         out = {}
         for names, (number, dim, shape) in self._found.items():
             rank, ranks = place.piece(names)

@@ -31,16 +31,11 @@ def _ray() -> Any:
 
 
 class RayLink(ChannelLink):
-    """A rank in an actor.
-
-    Args:
-        running: Ray's reference to what the actor does until its end.
-        group: the placement group, which lives as long as the ranks.
-    """
+    """A rank in an actor."""
 
     def __init__(self, settings: Settings, rank: int, actor: Any, running: object, group: object) -> None:
         super().__init__(settings, rank)
-        self._actor, self._running, self._group = actor, running, group
+        self._actor, self._running, self._group = actor, running, group  # which lives as long as the ranks
 
     def gone(self) -> tuple[str, str] | None:
         ray = _ray()
@@ -74,16 +69,7 @@ class RayLink(ChannelLink):
 def start(
     build: Callable[[int], object], settings: Settings, heard: Heard, options: Mapping[str, Any]
 ) -> Sequence[Link]:
-    """Starts the ranks of a component; see `threads.start`.
-
-    Args:
-        options: "resources" of each rank, {"CPU": 1} by default; "strategy" of the placement group, "PACK" by default;
-            "runtime_env" of the actors.
-
-    Raises:
-        ImportError: ray is not installed.
-        TimeoutError: the cluster has not enough for the ranks, or they did not come up.
-    """
+    """Starts the ranks of a component; see `threads.start`."""
     ray = _ray()
     if not ray.is_initialized():
         ray.init()

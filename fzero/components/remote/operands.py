@@ -149,11 +149,7 @@ def _shape(x: object) -> object:
 
 
 def _need_plain_surroundings(settings: Settings, who: str) -> None:
-    """Refuses what a rank does not see, and the same function in this process would.
-
-    Raises:
-        ValueError: autocast is on, or the default dtype is another one than when the component was started.
-    """
+    """Refuses what a rank does not see, and the same function in this process would."""
     for device in ("cpu", "cuda"):
         if torch.is_autocast_enabled(device):
             raise ValueError(
@@ -228,11 +224,7 @@ def bring_inputs(
 def brought_cotangent(
     pulled: Pulled, skeleton: Skeleton, leaves: Sequence[Leaf], place: Place, puller: Puller, identity: str
 ) -> object:
-    """This rank's part of a cotangent: the blocks of its own outputs, and its share of a mean.
-
-    Args:
-        identity: of the component.
-    """
+    """This rank's part of a cotangent: the blocks of its own outputs, and its share of a mean."""
     flat, spec = pytree.flatten(slots_of(skeleton))
     numbers = [number for number, leaf in enumerate(flat) if isinstance(leaf, Slot)]
     missing = [number for number in numbers if pulled.names[number] is not None and number not in pulled.layouts]

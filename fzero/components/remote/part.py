@@ -71,11 +71,7 @@ class Pulled:
 
 @dataclass
 class Part:
-    """What `build` gave a rank, and its place in its component.
-
-    Attributes:
-        ranks: of the component.
-    """
+    """What `build` gave a rank, and its place in its component."""
 
     step: Any
     params: object
@@ -95,11 +91,7 @@ class Part:
         return found
 
     def weight(self, shares: Mapping[tuple[str, ...], tuple[int, int]]) -> float:
-        """This rank's weight in the mean of what each rank has a scalar of: its share of what the inputs are cut to.
-
-        Raises:
-            ValueError: the shares of several inputs are not the same.
-        """
+        """This rank's weight in the mean of what each rank has a scalar of: its share of what the inputs are cut to."""
         place = self.place
         if self.step.microbatches.weights is not None:  # which is in what the rank has
             return 1 / place.means

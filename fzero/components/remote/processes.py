@@ -179,16 +179,11 @@ WORDS = 4000  # bytes of a rank's stderr that are kept
 
 
 class ProcessLink(ChannelLink):
-    """A rank in another process of this machine.
-
-    Args:
-        words: what its stderr is read from.
-        store: of its process group, which lives as long as this.
-    """
+    """A rank in another process of this machine."""
 
     def __init__(self, settings: Settings, rank: int, process: Any, words: Any, store: object) -> None:
         super().__init__(settings, rank)
-        self._process, self._store = process, store
+        self._process, self._store = process, store  # of its process group, which lives as long as this
         self._asking = threading.Lock()
         self._words = bytearray()
         self._reading = threading.Thread(target=self._read_words, args=(words,), name="fzero-words", daemon=True)
@@ -224,12 +219,7 @@ class ProcessLink(ChannelLink):
 
 
 def start(build: Callable[[int], object], settings: Settings, heard: Heard) -> Sequence[Link]:
-    """Starts the ranks of a component; see `threads.start`.
-
-    Raises:
-        TypeError: `build` cannot be pickled.
-        TimeoutError: a process did not come up.
-    """
+    """Starts the ranks of a component; see `threads.start`."""
     job = pickled(build, _WHO)
     context, token = forking_context(__name__), secrets.token_bytes(32)
     links: list[ProcessLink] = []

@@ -68,11 +68,7 @@ class Puller:
                 source.left()
 
     def table(self, component: str) -> Table:
-        """Where a component's values are.
-
-        Raises:
-            Failed: it has ended.
-        """
+        """Where a component's values are."""
         try:
             return self.tables[component]
         except KeyError:
@@ -95,11 +91,7 @@ class Puller:
         return [layout_of(metas, [table.places[rank] for rank in ranks], table.name) for metas in columns]
 
     def pulled(self, wanted: Sequence[tuple[Leaf, Boxes]]) -> list[torch.Tensor]:
-        """The tensors of operands.
-
-        Raises:
-            Failed: one of them could not be made.
-        """
+        """The tensors of operands."""
         away = [(leaf, box_of) for leaf, box_of in wanted if leaf[0] in ("value", "fill")]
         layouts = self._layouts_of([leaf for leaf, _ in away])
         reads: Reads = {}

@@ -157,11 +157,7 @@ class RemotePasses:
         return {"passes": self._passes, **{f"done {number}": own for number, own in enumerate(self._done)}}
 
     def grads(self, times: float = 1.0) -> RemoteTree:
-        """The gradients of all microbatches, which have been reduced.
-
-        Args:
-            times: by what the sum is to be divided.
-        """
+        """The gradients of all microbatches, which have been reduced."""
         made = self._component.made("pass_grads", {"objects": self._objects(), "options": {"times": times}})
         self._done.clear()
         return RemoteTree(made, 0)

@@ -24,11 +24,7 @@ _log = logging.getLogger("fzero.components")
 
 
 class Server:
-    """Answers readers, each on a thread of its own, until it is closed.
-
-    Args:
-        host: as of `fzero.channels.Listener`.
-    """
+    """Answers readers, each on a thread of its own, until it is closed."""
 
     def __init__(self, served: Host, token: bytes, name: str, host: str | None = None) -> None:
         self._served = served
@@ -73,11 +69,7 @@ class Server:
 
 
 def _answered(served: Host, request: Any, alive: Callable[[], None]) -> tuple[str, object]:
-    """What a reader is answered.
-
-    Args:
-        alive: called now and then while it waits.
-    """
+    """What a reader is answered."""
     kind, asked = request
     try:
         if kind == "blocks":

@@ -99,11 +99,7 @@ def need_axes(specs: object, known: Sequence[str], cuts: Container[str], argumen
 
 
 def dims_by_leaf(specs: object, tree: object, argument: str, what: str) -> list[Dims]:
-    """The dims of every leaf of a tree, None counted, by specs that are a prefix of it.
-
-    Raises:
-        ValueError: they are no prefix of it.
-    """
+    """The dims of every leaf of a tree, None counted, by specs that are a prefix of it."""
     try:
         spread = pytree.spread(specs, tree)
     except ValueError as error:

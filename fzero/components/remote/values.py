@@ -217,11 +217,7 @@ class Record:
 
 
 class Values:
-    """The records of one rank.
-
-    Args:
-        patience: seconds that one call may take.
-    """
+    """The records of one rank."""
 
     def __init__(self, component: str, rank: int, patience: float) -> None:
         self.component, self.rank, self.patience = component, rank, patience
@@ -301,11 +297,7 @@ class Values:
             return self._records[call]
 
     def get(self, name: Name, alive: Callable[[], None] = lambda: None) -> object:
-        """A value, waited for as long as calls end in time.
-
-        Args:
-            alive: called now and then while it waits.
-        """
+        """A value, waited for as long as calls end in time."""
         return self._ended(name[0], alive).value(name[1])
 
     def trees(self, call: int, alive: Callable[[], None]) -> object:

@@ -68,25 +68,14 @@ class _TreePickler(Pickler):
 
 
 def packed(tree: object, is_leaf: Callable[[object], bool], what: str) -> Packed:
-    """A tree taken apart.
-
-    Args:
-        what: the tree is, for the error.
-
-    Raises:
-        TypeError: it holds something that cannot be sent.
-    """
+    """A tree taken apart."""
     pickler = _TreePickler(tree, is_leaf, what)
     data = pickler.dumped(tree)
     return Packed(Skeleton(data, len(pickler.leaves)), pickler.leaves)
 
 
 def unpacked(skeleton: Skeleton, leaves: Sequence[object]) -> Any:
-    """The tree again, with these leaves.
-
-    Raises:
-        TypeError: it has a NamedTuple whose class this process does not know.
-    """
+    """The tree again, with these leaves."""
     return Unpickler(skeleton.data, leaves, _KINDS).load()
 
 
