@@ -113,11 +113,7 @@ def need_alike(by_all: Sequence[str], group: backend.Group) -> None:
 
 
 def tell_of_refusal(run: str, words: str) -> None:
-    """Tells the other ranks of a run that this one refuses it, before it sends what they may wait for.
-
-    Args:
-        run: `Axis.run`.
-    """
+    """Tells the other ranks of `Axis.run` that this one refuses it, before it sends what they may wait for."""
     with contextlib.suppress(RuntimeError):  # the store was on a rank that has stopped
         backend.store().set(f"fzero/refused/{run}", f"Rank {backend.global_rank()} has refused this run. {words}")
 

@@ -125,11 +125,7 @@ class _Sent:
 
 
 class _Board:
-    """What ranks have sent and not all have read.
-
-    Args:
-        count: of the ranks.
-    """
+    """What ranks have sent and not all have read."""
 
     def __init__(self, count: int) -> None:
         self._changed = threading.Condition()
@@ -145,12 +141,7 @@ class _Board:
             self._changed.notify_all()
 
     def exchanged(self, key: Key, own: int, size: int, number: int, words: str, send: Pieces) -> list[Pieces]:
-        """What each rank has sent, once all have.
-
-        Args:
-            own, size: this rank's number on the axis, and how many there are.
-            number: of this rank among all.
-        """
+        """What each rank has sent, once all have; `own` is a number on the axis, `number` one among all ranks."""
         pieces = [piece.detach().clone() for piece in send]  # which may be written to meanwhile
         with self._changed:
             sent = self._sent.setdefault(key, _Sent(size))

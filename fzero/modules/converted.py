@@ -69,11 +69,7 @@ def need_slices(params: Mapping[str, object], origins: Mapping[str, Row | None],
 
 
 def converted(module: nn.Module, cuts: Cuts) -> dict[str, tuple[dict[str, object], str]]:
-    """Converts the modules that leaves are cut of; name of a leaf -> where their forwards read it.
-
-    Raises:
-        ValueError: there is no conversion for a module.
-    """
+    """Converts the modules that leaves are cut of; name of a leaf -> where their forwards read it."""
     by_module: dict[str, list[CutLeaf]] = {}
     for leaf in cuts.leaves:
         by_module.setdefault(leaf.name.rpartition(".")[0], []).append(leaf)
@@ -92,11 +88,7 @@ def converted(module: nn.Module, cuts: Cuts) -> dict[str, tuple[dict[str, object
 
 
 def _share_heads(path: str, module: nn.Module, made: dict[str, Converted], cuts: Cuts) -> None:
-    """Gives each rank the keys and values of its queries' heads, where their pieces are not those already.
-
-    Raises:
-        ValueError: queries are cut within a head, or there are fewer heads than ranks.
-    """
+    """Gives each rank the keys and values of its queries' heads, where their pieces are not those already."""
     axis, heads, before = cuts.axis, heads_of(module), path + "." if path else ""
     if heads is None or (query := made.get(before + "q_proj")) is None:
         return

@@ -45,12 +45,7 @@ def grouped(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
 
 
 def begin(q: torch.Tensor, d: int) -> State:
-    """Before anything is seen.
-
-    Args:
-        q: [b * kv_heads, group, t, _].
-        d: size of the values.
-    """
+    """Before q [b * kv_heads, group, t, _] has seen anything; values have d numbers."""
     dtype, lead = wide(q.dtype), q.shape[:-1]
     total, weight = [q.new_zeros((*lead, size), dtype=dtype) for size in (d, 1)]
     return State(total, weight, torch.full_like(weight, torch.finfo(dtype).min))
@@ -109,11 +104,7 @@ def attend(state: State, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen
 
 
 def finish(state: State, dtype: torch.dtype, shape: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The outputs [b, heads, t, d], and the logarithms of the sums of exp(score) [b, heads, t], for `pull`.
-
-    Args:
-        shape: [b, kv_heads].
-    """
+    """The outputs [b, heads, t, d], and logarithms of sums of exp(score) [b, heads, t]; `shape` is [b, kv_heads]."""
     out = state.total.div_(state.weight).to(dtype)
     logarithms = state.weight.log_().add_(state.top).squeeze(-1)
     return tuple(each.unflatten(0, [*shape]).flatten(1, 2) for each in (out, logarithms))  # type: ignore[return]

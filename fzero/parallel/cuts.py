@@ -91,11 +91,7 @@ class _Like(NamedTuple):
 
 
 def grown(call: Call) -> tuple[int, int]:
-    """The dim of the result, from the end, that grows as slices do, 0 where none does; and how many dims there are.
-
-    Raises:
-        Mixed: it does not run with other sizes, or slices are not taken together, element by element.
-    """
+    """The dim of the result, from the end, that grows as slices do, 0 where none does; and how many dims there are."""
     leaves = tuple([_like(x, call.dim_of(x) or 0) if isinstance(x, torch.Tensor) else _like(x) for x in call.flat])
     try:
         found = _grown(call.func, call.spec, leaves)

@@ -23,11 +23,6 @@ class OwnSize(int):
 
     Shapes may be made of it, of multiples of it and of parts that it consists of. What else is computed with it would
     be another number on one rank than for the whole: it is refused, while the function runs that read it.
-
-    Attributes:
-        source: the path of the module whose outputs are cut.
-        axis: the name of the axis that they are cut over.
-        cut: how a tensor with this size is cut.
     """
 
     source: str

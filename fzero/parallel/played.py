@@ -64,11 +64,7 @@ def _told_by(fn: object, ranks: int) -> tuple[object, ...]:
 
 
 def playable(inputs: Inputs, met: Mapping[str, int], ignored: Axes) -> dict[str, int]:
-    """The axes that are played, and their sizes: those of which whole inputs are known, or can be made up.
-
-    Args:
-        met: the axes that maps go over.
-    """
+    """The axes that are played, and their sizes: those of which whole inputs are known, or can be made up."""
     over = inputs.planned.over if inputs.planned is not None else None
     axes = {**met, over.name: over.size} if over is not None and over.name not in ignored else met
     unknown = {

@@ -66,12 +66,7 @@ def attention(
 def _masked(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, given: Mapping[str, object]
 ) -> torch.Tensor:
-    """Attention with a mask of the caller's own, by all scores at once, as a differentiable function of the mask too.
-
-    Args:
-        mask: True for what is seen, or added to the scores; broadcasts to [b, heads, t, t].
-        given: options of `attention`.
-    """
+    """Attention with a mask of the caller's own, by all scores at once: a differentiable function of it, too."""
     who = "parallel.attention"
     options = options_of(who, **given)
     if options.is_causal or options.window is not None or options.documents is not None:

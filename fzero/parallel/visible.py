@@ -48,11 +48,7 @@ def torchs(who: str, given: Mapping[str, object]) -> dict[str, object]:
 
 
 def options_of(who: str, **given: object) -> Options:
-    """The options of a call, held against what they may be.
-
-    Raises:
-        TypeError, ValueError: one of them is unknown or no such thing.
-    """
+    """The options of a call, held against what they may be."""
     given = torchs(who, given)
     if given.pop("attn_mask", None) is not None:
         raise ValueError(

@@ -143,11 +143,7 @@ class Microbatches:
         return pytree.unflatten(spec, merged)
 
     def parts_like(self, parts: list[Part], sizes: Sequence[int] | None, microbatch: int = 0) -> list[list[Part]]:
-        """`parts_of` every microbatch, by those of one, where the others have like outputs.
-
-        Args:
-            sizes: the examples of each.
-        """
+        """`parts_of` every microbatch, of `sizes` examples, by those of one, where others have like outputs."""
         if sizes is None:
             return [parts] * self.count
         of = sizes[microbatch]

@@ -37,11 +37,7 @@ NO_NAMES, EVERY_NAME = Names(), Names(("",))  # the other for who looks at all t
 
 
 def need_given(wanted: Collection[str], given: Collection[str], which: str = "") -> None:
-    """Refuses names that are to be kept and that no unit gives.
-
-    Args:
-        which: units are meant.
-    """
+    """Refuses names that are to be kept and that no unit gives; `which` says what units are meant."""
     if lost := sorted({*wanted} - {*given}):
         raise ValueError(
             f"remat: got the name {lost[0]!r} to keep, which no unit gives{which}; expected one of "

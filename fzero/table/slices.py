@@ -191,9 +191,6 @@ def slices_of(
     Args:
         said: name -> what a plan says of it.
         uses: all names of the leaf.
-
-    Raises:
-        ValueError: the leaf has no such dim, its parts or multiples do not fit, or its names want different cuts.
     """
     found: dict[str, tuple[str, Slices | None, str]] = {}
     for use in uses:
