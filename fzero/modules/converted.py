@@ -19,16 +19,12 @@ from fzero.table.slices import style_of_dim
 
 
 class Cuts(NamedTuple):
-    """The leaves of a module that are cut, over an axis; what a copy of the module is converted for.
-
-    Attributes:
-        sequence: what rows and embeddings give is a piece of the tokens on each rank.
-    """
+    """The leaves of a module that are cut, over an axis; what a copy of the module is converted for."""
 
     leaves: tuple[CutLeaf, ...]
     axis: Axis
     group: object  # of the axis, which may be of a process group that is started anew
-    sequence: bool
+    sequence: bool  # what rows and embeddings give is a piece of the tokens on each rank
 
     @staticmethod
     def over(leaves: tuple[CutLeaf, ...], axis: Axis, sequence: bool) -> Cuts:

@@ -17,17 +17,11 @@ _KEYS, _QUERY = ("k_proj", "v_proj"), "q_proj"
 
 
 class Heads(NamedTuple):
-    """A module whose projections have heads.
+    """A module whose projections have heads."""
 
-    Attributes:
-        dim: elements of a head.
-        groups: heads of queries that share one of keys and values.
-        out: name of the projection of what the heads give.
-    """
-
-    dim: int
-    groups: int
-    out: str
+    dim: int  # elements of a head
+    groups: int  # heads of queries that share one of keys and values
+    out: str  # name of the projection of what the heads give
 
 
 def kind_of(module: nn.Module) -> str:

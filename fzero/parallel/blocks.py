@@ -21,17 +21,11 @@ EDGE = 256  # rows and columns of a tile, whose scores stay in a processor's cac
 
 
 class State(NamedTuple):
-    """What tokens have seen so far: heads that share a key come as a group, [b * kv_heads, group, t, ...].
+    """What tokens have seen so far: heads that share a key come as a group, [b * kv_heads, group, t, ...]."""
 
-    Attributes:
-        total: the sum of values by their weights.
-        weight: the sum of the weights exp(score - top).
-        top: the largest score; a finite number where there was none.
-    """
-
-    total: torch.Tensor
-    weight: torch.Tensor
-    top: torch.Tensor
+    total: torch.Tensor  # the sum of values by their weights
+    weight: torch.Tensor  # the sum of the weights exp(score - top)
+    top: torch.Tensor  # the largest score; a finite number where there was none
 
     def of(self, start: int, stop: int) -> State:
         """The same of some of the tokens, in the same memory."""
@@ -52,16 +46,11 @@ def begin(q: torch.Tensor, d: int) -> State:
 
 
 class Seen(NamedTuple):
-    """What tokens that lie one after the other see of others that do.
-
-    Attributes:
-        place: of the first in the whole sequence.
-        start: of the first of the others.
-    """
+    """What tokens that lie one after the other see of others that do."""
 
     visible: Visible
-    place: int
-    start: int
+    place: int  # of the first in the whole sequence
+    start: int  # of the first of the others
 
     def regions(self, q: torch.Tensor, v: torch.Tensor, scale: float) -> list[Region] | None:
         """Those of q and of the others v that torch's kernel is for; None where it is for none."""

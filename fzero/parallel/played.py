@@ -35,16 +35,11 @@ class NotFinite(ValueError):
 
 
 class Run(NamedTuple):
-    """What one rank has computed.
+    """What one rank has computed."""
 
-    Attributes:
-        outputs, grads: by path; those of outputs that are differentiated.
-        eps: of the coarsest dtype that it has gone to from float64.
-    """
-
-    outputs: dict[str, torch.Tensor]
-    grads: dict[str, torch.Tensor]
-    eps: float
+    outputs: dict[str, torch.Tensor]  # by path
+    grads: dict[str, torch.Tensor]  # by path, of the outputs that are differentiated
+    eps: float  # of the coarsest dtype that it has gone to from float64
 
 
 def is_proven(fn: object, ranks: int) -> bool:

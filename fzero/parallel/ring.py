@@ -185,35 +185,24 @@ def spans_of(lengths: Sequence[int], order: str, who: str) -> list[list[Span]]:
 
 
 class Arrival(NamedTuple):
-    """Keys and values of one rank, [b, kv_heads, t, d].
+    """Keys and values of one rank, [b, kv_heads, t, d]."""
 
-    Attributes:
-        source, target: whose they are, and who has those of this rank at the same time.
-        seen: whether this rank sees any of them; if not, they are empty.
-        shown: whether `target` sees any of this rank's.
-    """
-
-    source: int
-    target: int
-    seen: bool
-    shown: bool
+    source: int  # whose they are
+    target: int  # who has those of this rank at the same time
+    seen: bool  # whether this rank sees any of them; if not, they are empty
+    shown: bool  # whether `target` sees any of this rank's
     k: torch.Tensor
     v: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class RingPlan:
-    """How attention to the blocks of several ranks is computed.
-
-    Attributes:
-        lengths, spans: how many tokens each rank has, and where in the whole sequence.
-        sees: what every token of the sequence does.
-    """
+    """How attention to the blocks of several ranks is computed."""
 
     ax: Axis | None
-    lengths: Sequence[int]
-    spans: Sequence[Sequence[Span]]
-    sees: Visible
+    lengths: Sequence[int]  # how many tokens each rank has
+    spans: Sequence[Sequence[Span]]  # where these lie in the whole sequence
+    sees: Visible  # what every token of the sequence does
     scale: float
 
     @property

@@ -110,19 +110,12 @@ SHAPES = "shapes"  # the same of the first one, as the others say a shape or dty
 
 
 class Rule(NamedTuple):
-    """What is known of an operation.
+    """What is known of an operation."""
 
-    Attributes:
-        names: of its arguments, in order; the last one may take all that are left.
-        defaults: of arguments.
-        along: the dim behind it that is cut.
-        sums: what it makes of parts of a sum; "" where it is not known to make parts.
-    """
-
-    names: tuple[str, ...]
-    defaults: dict[str, int | None]
-    along: Callable[[Call], int | Cut | list[Cut]]
-    sums: str
+    names: tuple[str, ...]  # of its arguments, in order; the last one may take all that are left
+    defaults: dict[str, int | None]  # of arguments
+    along: Callable[[Call], int | Cut | list[Cut]]  # the dim behind it that is cut
+    sums: str  # what it makes of parts of a sum; "" where it is not known to make parts
 
     def call(
         self,

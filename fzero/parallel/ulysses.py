@@ -141,18 +141,12 @@ class Ulysses(Attention):
 
 @dataclass(frozen=True, eq=False)
 class UlyssesPlan:
-    """How tokens are exchanged for heads and back.
-
-    Attributes:
-        lengths: of the ranks' pieces.
-        chunks: the parts that every rank's heads come in.
-        inner: how all tokens of some heads are attended to.
-    """
+    """How tokens are exchanged for heads and back."""
 
     ax: Axis
-    lengths: Sequence[int]
-    chunks: int
-    inner: Plan
+    lengths: Sequence[int]  # of the ranks' pieces
+    chunks: int  # the parts that every rank's heads come in
+    inner: Plan  # how all tokens of some heads are attended to
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         if self.chunks > 1:  # of which nothing is kept: the pullback runs each again

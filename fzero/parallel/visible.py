@@ -24,21 +24,14 @@ SHORTEST = 32  # tokens on average that regions are worth their while for
 
 @dataclass(frozen=True)
 class Options:
-    """What an attention function is told beside its tensors, the same on all ranks.
+    """What an attention function is told beside its tensors, the same on all ranks."""
 
-    Attributes:
-        is_causal: a token sees itself and those before it.
-        window: the number of tokens that one sees in each direction, itself included; None for all.
-        documents: cumulative lengths: where each document begins, and where the last one ends; None for one.
-        scale: of the scores; None takes 1 / sqrt(d).
-        enable_gqa: whether heads may share a KV head; None for whether they do.
-    """
-
-    is_causal: bool = False
-    window: int | None = None
+    is_causal: bool = False  # a token sees itself and those before it
+    window: int | None = None  # the number of tokens that one sees in each direction, itself included; None for all
+    # cumulative lengths: where each document begins, and where the last one ends; None for one
     documents: tuple[int, ...] | None = None
-    scale: float | None = None
-    enable_gqa: bool | None = None
+    scale: float | None = None  # of the scores; None takes 1 / sqrt(d)
+    enable_gqa: bool | None = None  # whether heads may share a KV head; None for whether they do
 
 
 def torchs(who: str, given: Mapping[str, object]) -> dict[str, object]:

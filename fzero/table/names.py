@@ -8,15 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Names:
-    """What a unit that is recomputed keeps, by the names that `fz.name` gives it.
+    """What a unit that is recomputed keeps, by the names that `fz.name` gives it."""
 
-    Attributes:
-        save: on the device.
-        offload: in the host's memory.
-    """
-
-    save: tuple[str, ...] = ()
-    offload: tuple[str, ...] = ()
+    save: tuple[str, ...] = ()  # on the device
+    offload: tuple[str, ...] = ()  # in the host's memory
 
     @property
     def all(self) -> tuple[str, ...]:

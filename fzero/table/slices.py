@@ -50,15 +50,11 @@ def _unpickled(kind: type[OverMesh], own: dict[str, Any]) -> OverMesh:
 
 @dataclass(frozen=True)
 class TensorAxis(OverMesh):
-    """The value of the tensor axis column, of all leaves: which mesh axis leaves are cut over.
-
-    Attributes:
-        sequence: modules keep pieces of the tokens where nothing is cut.
-    """
+    """The value of the tensor axis column, of all leaves: which mesh axis leaves are cut over."""
 
     mesh: Mesh | None
     axis: str
-    sequence: bool = False
+    sequence: bool = False  # modules keep pieces of the tokens where nothing is cut
 
     def of_state(self) -> TensorAxis:
         """What it says of a state, whichever the ranks are."""
@@ -67,17 +63,12 @@ class TensorAxis(OverMesh):
 
 @dataclass(frozen=True)
 class Cut:
-    """What a plan says of a leaf; made by `fz.parallel.cut`.
+    """What a plan says of a leaf; made by `fz.parallel.cut`."""
 
-    Attributes:
-        how: a style, or a dim.
-        parts: sizes of what is fused along the dim (query, key and value; gate and up), each of which is cut by itself.
-        multiple: the pieces are whole multiples of this many elements: of a head, say.
-    """
-
-    how: str | int
+    how: str | int  # a style, or a dim
+    # sizes of what is fused along the dim (query, key and value; gate and up), each of which is cut by itself
     parts: tuple[int, ...] = ()
-    multiple: int = 1
+    multiple: int = 1  # the pieces are whole multiples of this many elements: of a head, say
 
     def __str__(self) -> str:
         more = (f", parts={self.parts}" if self.parts else "") + (
@@ -118,25 +109,17 @@ def cut(how: str | int, parts: Sequence[int] = (), multiple: int = 1) -> Cut:
 
 
 class Use(NamedTuple):
-    """One name of a module's param, and what the module there does with it.
+    """One name of a module's param, and what the module there does with it."""
 
-    Attributes:
-        name: in the whole module; a tied param has several.
-        kind: of the module that has it: "linear", "transposed" (a weight [in, out]), "embedding", "convolution", or "".
-        style: that of the module's own tp_plan, for `auto`; "" where there is none.
-        owner: the same of the module that has the param.
-        multiple: elements that belong together along the dim that is cut: those of a head, with what shares its keys.
-        fine: of how many there must be multiples where there are fewer of the others than ranks.
-        loose: whether no module that is called has it within the unit up to the name's first integer.
-    """
-
-    name: str
+    name: str  # in the whole module; a tied param has several
+    # of the module that has it: "linear", "transposed" (a weight [in, out]), "embedding", "convolution", or ""
     kind: str
-    style: str = ""
-    owner: str = ""
+    style: str = ""  # that of the module's own tp_plan, for `auto`; "" where there is none
+    owner: str = ""  # the same of the module that has the param
+    # elements that belong together along the dim that is cut: those of a head, with what shares its keys
     multiple: int = 1
-    fine: int = 1
-    loose: bool = False
+    fine: int = 1  # of how many there must be multiples where there are fewer of the others than ranks
+    loose: bool = False  # whether no module that is called has it within the unit up to the name's first integer
 
 
 Hint = tuple[Use, ...]  # what a module says of one of its params
