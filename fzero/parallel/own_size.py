@@ -25,9 +25,9 @@ class OwnSize(int):
     be another number on one rank than for the whole: it is refused, while the function runs that read it.
     """
 
-    source: str
-    axis: str
-    cut: Cut
+    source: str  # the path of the module whose outputs are cut
+    axis: str  # the name of the axis that they are cut over
+    cut: Cut  # how a tensor with this size is cut
 
     @classmethod
     def of(cls, size: int, source: str, axis: str, cut: Cut) -> OwnSize:

@@ -53,20 +53,13 @@ class Piece(StandIn):
     """Stands for a whole tensor of which each rank has a piece; whoever reads it gets that, the same on each.
 
     Once it was written to, or views of it were made, it is the whole tensor from then on, as others may see that.
-
-    Attributes:
-        local: what lies on this rank; None once it is the whole tensor.
-        value: the whole tensor, once it was read.
-        version: of the whole tensor, when it was read first.
-        level: functorch's, that it was made at.
-        axis: of the ranks.
     """
 
-    local: torch.Tensor | None
-    value: torch.Tensor | None
-    version: int
-    level: int
-    axis: Axis
+    local: torch.Tensor | None  # what lies on this rank; None once it is the whole tensor
+    value: torch.Tensor | None  # the whole tensor, once it was read
+    version: int  # of the whole tensor, when it was read first
+    level: int  # functorch's, that it was made at
+    axis: Axis  # of the ranks
 
     @classmethod
     def made(cls, local: torch.Tensor, axis: Axis, count: int) -> Self:
