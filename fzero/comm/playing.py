@@ -32,15 +32,7 @@ def play(sizes: Mapping[str, int], run: Callable[[Mapping[str, int]], T]) -> lis
     """Plays all ranks of some axes, each on a thread, and gives what `run(place)` returns on each, in rank order.
 
     Every axis by another name has one rank there. Tensors are those of the CPU, as autograd pulls others back on one
-    thread for all.
-
-    Args:
-        sizes: axis -> its ranks; the first axis is the slowest.
-        run: of the numbers of a rank on the axes.
-
-    Raises:
-        Parted: the ranks send each other different things.
-        Exception: what `run` raises on the first rank that fails.
+    thread for all. The first axis is the slowest. What `run` raises on the first rank that fails is raised here.
     """
     places = [dict(zip(sizes, place, strict=True)) for place in itertools.product(*map(range, sizes.values()))]
     board, results, errors = _Board(len(places)), dict[int, T](), dict[int, BaseException]()

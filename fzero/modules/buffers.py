@@ -177,11 +177,7 @@ def call_carrying(
     fast: Function,
     around: Callable[..., contextlib.AbstractContextManager[None]],
 ) -> object:
-    """What a unit returns; its buffers, where they are carried, are operands and outputs of it, as it may run again.
-
-    Args:
-        given: leaves, args, kwargs.
-    """
+    """What a unit returns; its buffers, where they are carried, are operands and outputs of it, as it may run again."""
     if carried is None:
         return call_unit(call, given, {}, seed, fast, around)
 

@@ -32,12 +32,7 @@ class Cuts(NamedTuple):
 
 
 def cut_leaves(origins: Mapping[str, Row | None], aliases: Mapping[str, str], module: nn.Module) -> tuple[CutLeaf, ...]:
-    """What is cut of a module's params.
-
-    Args:
-        origins: of each param its leaf of the step that is running.
-        aliases: every name -> the leaf's one name.
-    """
+    """What is cut of a module's params; `aliases` has the one name of a leaf by each of its names."""
     found = []
     for name, leaf in aliases.items():
         row = origins[leaf]

@@ -96,10 +96,6 @@ def module_units(
     """Module path -> {name below it: name of the leaf}, for every unit that leaves among the params belong to.
 
     A list of modules is never called itself: where it is a unit, each call of one of its elements gathers it.
-
-    Args:
-        origins: of each param its leaf of the step that is running.
-        handles: those that are handles.
     """
     modules = {name for name, _ in module.named_modules()}
     paths: dict[str, str] = {}

@@ -76,14 +76,7 @@ def playable(inputs: Inputs, met: Mapping[str, int], ignored: Axes) -> dict[str,
 def need_one_process(
     fn: Callable[..., object], inputs: Inputs, outputs: Mapping[str, Dims], sizes: Mapping[str, int], draws: bool
 ) -> None:
-    """Plays a function on all ranks of axes.
-
-    Args:
-        draws: it takes random numbers.
-
-    Raises:
-        AxisTypeError: outputs, or the gradients of inputs, are not those of one process.
-    """
+    """Refuses a function whose outputs or gradients, played on all ranks of axes, are not those of one process."""
     try:
         _Comparison(fn, inputs, outputs, sizes, wide=True).run(draws)
     except (AxisTypeError, NotFinite):

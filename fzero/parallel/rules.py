@@ -31,9 +31,6 @@ def cut_behind(
     Args:
         out: what it gave; None before it has run, which is enough for operations on each token alone (`piece`).
         cut_of: how an operand is; None where it is whole.
-
-    Raises:
-        Mixed: elements of slices of several ranks would be needed, or nothing is known of what it does along that dim.
     """
     first: Any = out[0] if isinstance(out, (tuple, list)) and out else out
     rule = RULES.get(func)

@@ -240,12 +240,7 @@ leave_out(__name__, "_called")
 def composed(
     ax: Axis, lengths: Sequence[int], attend: Attend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> torch.Tensor:
-    """Tokens exchanged for heads and back by linear maps, which every derivative goes through.
-
-    Args:
-        lengths: of the ranks' pieces.
-        attend: of all tokens for some heads; there may be none.
-    """
+    """Tokens exchanged for heads and back by linear maps, which every derivative goes through."""
     (parts,) = dealt(ax.size, q.shape[1], k.shape[1], 1)
     ranges = _ranges(parts)
     out = _shared(attend, parts[ax.rank], heads_of(ax, lengths, ranges, (q, k, v)))

@@ -153,13 +153,10 @@ class Region(NamedTuple):
 
 @with_values
 def regions(seen: Visible, place: int, start: int, width: int) -> list[Region] | None:
-    """What some tokens see of a block of others as a few regions; None where it has another shape.
+    """What some tokens see of a block of others, from `start` on, as a few regions; None where it has another shape.
 
     Args:
-        seen: what the tokens see, which lie one after the other.
-        place: of the first of them in the whole sequence.
-        start: of the first of the block.
-        width: of the block, in tokens.
+        seen: what the tokens see, which lie one after the other, from `place` on in the whole sequence.
     """
     count, end = len(seen.low), start + width
     if not count or not width or not seen.any(start, end):

@@ -66,9 +66,6 @@ def ranks_of(step: Spec, world_size: int | None, mesh: AnyMesh | None, who: str)
     Args:
         world_size: ranks of the sharded axis (of the tensor axis, where no other is cut over), where there is no mesh.
         mesh: sizes of axes, or a DeviceMesh; None where the step says it.
-
-    Raises:
-        ValueError: a mesh without an axis of the step, or with its axes in another order.
     """
     sharding, over = step.sharding, step.tensor_axis
     sharded, copies = (sharding.axes, sharding.replicate) if sharding is not None else ((), ())

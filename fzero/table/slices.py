@@ -169,12 +169,7 @@ Styles = tuple[tuple[str, str], ...]  # name of a leaf -> what the module there 
 def slices_of(
     path: str, shape: Sequence[int], said: Mapping[str, Said], uses: Sequence[Use]
 ) -> tuple[Slices | None, Styles]:
-    """How a leaf is cut, None where every rank has all of it; and the style of each of its names.
-
-    Args:
-        said: name -> what a plan says of it.
-        uses: all names of the leaf.
-    """
+    """How a leaf is cut, None where every rank has all of it; and the style of each of its names."""
     found: dict[str, tuple[str, Slices | None, str]] = {}
     for use in uses:
         if (own := said.get(use.name)) is not None and (style := _style_of(path, use, own)) is not None:
