@@ -29,13 +29,9 @@ class _Ranks:
 
 
 class Alone(Axis):
-    """An axis whose collectives make what they would make, and leave it as it is.
+    """An axis whose collectives make what they would make, and leave it as it is."""
 
-    Attributes:
-        sent: (operation, tag, bytes) of each collective.
-    """
-
-    sent: list[tuple[str, Hashable, int]]
+    sent: list[tuple[str, Hashable, int]]  # (operation, tag, bytes) of each collective
 
     @staticmethod
     def of_ranks(size: int, rank: int = 0, tensor: tuple[int, int] = (0, 1)) -> Alone:

@@ -71,19 +71,13 @@ def linear(fn: _Map, transpose: _Map, tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(eq=False, slots=True)
 class Wire:
-    """How one buffer travels between ranks. Opaque to pytrees.
-
-    Attributes:
-        compute: dtype of the full buffer.
-        reduce: dtype in which its cotangents are summed.
-        wire: dtype in which a full cotangent travels.
-    """
+    """How one buffer travels between ranks. Opaque to pytrees."""
 
     tag: Hashable
     axis: Axis
-    compute: torch.dtype
-    reduce: torch.dtype
-    wire: torch.dtype
+    compute: torch.dtype  # dtype of the full buffer
+    reduce: torch.dtype  # dtype in which its cotangents are summed
+    wire: torch.dtype  # dtype in which a full cotangent travels
 
     def gather(self, shard: torch.Tensor) -> torch.Tensor:
         return self.axis.gather(shard.to(self.compute), self.tag)

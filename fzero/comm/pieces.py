@@ -82,26 +82,6 @@ def begin(axis: Axis, send: Sequence[torch.Tensor], shapes: Sequence[Sequence[in
     return start(send) if traced is None else traced.begin(start, send, made(send))
 
 
-def fill(
-    axis: Axis, whole: torch.Tensor, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor], tag: Hashable
-) -> torch.Tensor:
-    """An exchange whose pieces are those of one tensor, one after the other in its memory; it returns that."""
-
-    def start(send: Sequence[torch.Tensor]) -> Came:
-        new = send[axis.rank].new_empty(shape)
-        parts = new.view(-1).split([math.prod(each) for each in shapes])
-        into = [part.view(each) for part, each in zip(parts, shapes, strict=True)]
-        wait = start_exchange(axis, send, into, tag)
-        return lambda: (wait(), send, [new])[2]
-
-    shape, shapes = whole.shape, [piece.shape for piece in receive]
-    traced = graph.get() if axis.size > 1 else None
-    if traced is not None:
-        return traced.begin(start, send, [whole])()[0]
-    start_exchange(axis, send, receive, tag)()
-    return whole
-
-
 def told(axis: Axis, numbers: Sequence[int], tag: Hashable) -> list[tuple[int, ...]]:
     """The numbers of every rank, in rank order: equally many on each."""
     if axis.size == 1 or axis.fake:
@@ -166,12 +146,12 @@ def gathered(axis: Axis, x: torch.Tensor, dim: int, sizes: Sequence[int], tag: H
         return x.clone()
     others = (*x.shape[:dim], *x.shape[dim + 1 :])
     tag = f"{tag} of {list(sizes)} along dim {dim} beside {others}"
-    leads = math.prod(x.shape[:dim]) == 1  # then the pieces lie one after the other in memory, too
     send = [x.contiguous()] * axis.size
-    if not leads:
+    if math.prod(x.shape[:dim]) > 1 or graph.get() is not None:
         return torch.cat(exchange(axis, send, shapes, tag), dim)
     full = x.new_empty((*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :]))
-    return fill(axis, full, send, full.split(list(sizes), dim), tag)
+    start_exchange(axis, send, full.split(list(sizes), dim), tag)()  # which lie one after the other in its memory
+    return full
 
 
 def _sum(terms: Sequence[torch.Tensor]) -> torch.Tensor:

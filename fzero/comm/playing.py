@@ -32,15 +32,7 @@ def play(sizes: Mapping[str, int], run: Callable[[Mapping[str, int]], T]) -> lis
     """Plays all ranks of some axes, each on a thread, and gives what `run(place)` returns on each, in rank order.
 
     Every axis by another name has one rank there. Tensors are those of the CPU, as autograd pulls others back on one
-    thread for all.
-
-    Args:
-        sizes: axis -> its ranks; the first axis is the slowest.
-        run: of the numbers of a rank on the axes.
-
-    Raises:
-        Parted: the ranks send each other different things.
-        Exception: what `run` raises on the first rank that fails.
+    thread for all. The first axis is the slowest. What `run` raises on the first rank that fails is raised here.
     """
     places = [dict(zip(sizes, place, strict=True)) for place in itertools.product(*map(range, sizes.values()))]
     board, results, errors = _Board(len(places)), dict[int, T](), dict[int, BaseException]()
@@ -125,11 +117,7 @@ class _Sent:
 
 
 class _Board:
-    """What ranks have sent and not all have read.
-
-    Args:
-        count: of the ranks.
-    """
+    """What ranks have sent and not all have read."""
 
     def __init__(self, count: int) -> None:
         self._changed = threading.Condition()
@@ -145,12 +133,7 @@ class _Board:
             self._changed.notify_all()
 
     def exchanged(self, key: Key, own: int, size: int, number: int, words: str, send: Pieces) -> list[Pieces]:
-        """What each rank has sent, once all have.
-
-        Args:
-            own, size: this rank's number on the axis, and how many there are.
-            number: of this rank among all.
-        """
+        """What each rank has sent, once all have; `own` is a number on the axis, `number` one among all ranks."""
         pieces = [piece.detach().clone() for piece in send]  # which may be written to meanwhile
         with self._changed:
             sent = self._sent.setdefault(key, _Sent(size))

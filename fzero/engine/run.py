@@ -22,7 +22,6 @@ from fzero.base.hooks import without_compiled_autograd
 from fzero.base.node import edges_to, gradients
 from fzero.base.products import Later
 from fzero.comm.axis import Axis
-from fzero.comm.divergence import failing
 from fzero.engine.delivery import Delivery
 from fzero.engine.function import call_function, traversal_of
 from fzero.engine.halves import Grad, apart_from, pull_first
@@ -117,17 +116,16 @@ class Run(Outcome):
             ends[:] = [Ends(real, wanted, primals, traversal.begins or {})]
             return real, carried
 
-        with failing("a forward"):
-            if self.outer:
-                with refusals.of_hooks_around():
-                    run: Any = torch.func.vjp(function, primals, differentiated, has_aux=True)
-                real, self._pull, others = run
-            else:
-                with torch.enable_grad(), private.outside_inference():
-                    own = {key: x.detach().requires_grad_() for key, x in primals.items()}
-                    found: Any = function(own, [x.detach().requires_grad_() for x in differentiated])
-                real, others = pytree.map(torch.Tensor.detach, found)
-                self._pull = functools.partial(_pulled_plainly, traversal, ends[0])
+        if self.outer:
+            with refusals.of_hooks_around():
+                run: Any = torch.func.vjp(function, primals, differentiated, has_aux=True)
+            real, self._pull, others = run
+        else:
+            with torch.enable_grad(), private.outside_inference():
+                own = {key: x.detach().requires_grad_() for key, x in primals.items()}
+                found: Any = function(own, [x.detach().requires_grad_() for x in differentiated])
+            real, others = pytree.map(torch.Tensor.detach, found)
+            self._pull = functools.partial(_pulled_plainly, traversal, ends[0])
         self._ends: Ends | None = ends[0]
         self._note(returned[0], real, others)
         self._guarded = guarded(pytree.tensors_in(*flat, *real))
@@ -182,11 +180,10 @@ class Run(Outcome):
             return found, self._placed(wanted)
 
     def _begun(self, cotangent: object) -> list[torch.Tensor]:
-        with failing("a pullback"):
-            self.need_graph()
-            need_unwritten(self._guarded)
-            self._rest = None
-            return self.scaled(cotangent)
+        self.need_graph()
+        need_unwritten(self._guarded)
+        self._rest = None
+        return self.scaled(cotangent)
 
     def _delivery(
         self,
@@ -214,7 +211,7 @@ class Run(Outcome):
         writes = contextlib.nullcontext() if self._overwrites else unwritten(self.state, "A backward")
         traversal.delivery = delivery
         try:
-            with failing("a pullback"), writes, mode, traversal.schedule.pullback(before):
+            with writes, mode, traversal.schedule.pullback(before):
                 yield
         except BaseException:
             private.forget_failed_backward()

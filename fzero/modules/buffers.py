@@ -32,14 +32,7 @@ def values_of(module: nn.Module, remove_duplicate: bool = True) -> dict[str, tor
 
 
 def need_apart(module: nn.Module, constants: Sequence[Constant]) -> None:
-    """Refuses buffers that share memory with something else, as each would be a value by itself.
-
-    Args:
-        constants: what else the module holds.
-
-    Raises:
-        ValueError: naming both.
-    """
+    """Refuses buffers that share memory with something else, as each would be a value by itself."""
     buffers = [(f"buffer {name!r}", x) for name, x in values_of(module).items()]
     params = [(f"param {name!r}", x) for name, x in module.named_parameters()]
     held = collections.defaultdict[int, list[tuple[str, torch.Tensor]]](list)  # by their memory
@@ -56,11 +49,7 @@ def need_apart(module: nn.Module, constants: Sequence[Constant]) -> None:
 
 
 class Carried:
-    """Where a module's buffers stand, each under all of its names.
-
-    Args:
-        synchronises: whether the module's batch norms take their statistics over ranks.
-    """
+    """Where a module's buffers stand, each under all of its names."""
 
     def __init__(self, module: nn.Module, synchronises: bool) -> None:
         self.places = Places(module, registry="_buffers")
@@ -188,11 +177,7 @@ def call_carrying(
     fast: Function,
     around: Callable[..., contextlib.AbstractContextManager[None]],
 ) -> object:
-    """What a unit returns; its buffers, where they are carried, are operands and outputs of it, as it may run again.
-
-    Args:
-        given: leaves, args, kwargs.
-    """
+    """What a unit returns; its buffers, where they are carried, are operands and outputs of it, as it may run again."""
     if carried is None:
         return call_unit(call, given, {}, seed, fast, around)
 

@@ -19,16 +19,12 @@ from fzero.table.slices import style_of_dim
 
 
 class Cuts(NamedTuple):
-    """The leaves of a module that are cut, over an axis; what a copy of the module is converted for.
-
-    Attributes:
-        sequence: what rows and embeddings give is a piece of the tokens on each rank.
-    """
+    """The leaves of a module that are cut, over an axis; what a copy of the module is converted for."""
 
     leaves: tuple[CutLeaf, ...]
     axis: Axis
     group: object  # of the axis, which may be of a process group that is started anew
-    sequence: bool
+    sequence: bool  # what rows and embeddings give is a piece of the tokens on each rank
 
     @staticmethod
     def over(leaves: tuple[CutLeaf, ...], axis: Axis, sequence: bool) -> Cuts:
@@ -36,12 +32,7 @@ class Cuts(NamedTuple):
 
 
 def cut_leaves(origins: Mapping[str, Row | None], aliases: Mapping[str, str], module: nn.Module) -> tuple[CutLeaf, ...]:
-    """What is cut of a module's params.
-
-    Args:
-        origins: of each param its leaf of the step that is running.
-        aliases: every name -> the leaf's one name.
-    """
+    """What is cut of a module's params; `aliases` has the one name of a leaf by each of its names."""
     found = []
     for name, leaf in aliases.items():
         row = origins[leaf]
@@ -69,11 +60,7 @@ def need_slices(params: Mapping[str, object], origins: Mapping[str, Row | None],
 
 
 def converted(module: nn.Module, cuts: Cuts) -> dict[str, tuple[dict[str, object], str]]:
-    """Converts the modules that leaves are cut of; name of a leaf -> where their forwards read it.
-
-    Raises:
-        ValueError: there is no conversion for a module.
-    """
+    """Converts the modules that leaves are cut of; name of a leaf -> where their forwards read it."""
     by_module: dict[str, list[CutLeaf]] = {}
     for leaf in cuts.leaves:
         by_module.setdefault(leaf.name.rpartition(".")[0], []).append(leaf)
@@ -92,11 +79,7 @@ def converted(module: nn.Module, cuts: Cuts) -> dict[str, tuple[dict[str, object
 
 
 def _share_heads(path: str, module: nn.Module, made: dict[str, Converted], cuts: Cuts) -> None:
-    """Gives each rank the keys and values of its queries' heads, where their pieces are not those already.
-
-    Raises:
-        ValueError: queries are cut within a head, or there are fewer heads than ranks.
-    """
+    """Gives each rank the keys and values of its queries' heads, where their pieces are not those already."""
     axis, heads, before = cuts.axis, heads_of(module), path + "." if path else ""
     if heads is None or (query := made.get(before + "q_proj")) is None:
         return

@@ -17,17 +17,11 @@ _KEYS, _QUERY = ("k_proj", "v_proj"), "q_proj"
 
 
 class Heads(NamedTuple):
-    """A module whose projections have heads.
+    """A module whose projections have heads."""
 
-    Attributes:
-        dim: elements of a head.
-        groups: heads of queries that share one of keys and values.
-        out: name of the projection of what the heads give.
-    """
-
-    dim: int
-    groups: int
-    out: str
+    dim: int  # elements of a head
+    groups: int  # heads of queries that share one of keys and values
+    out: str  # name of the projection of what the heads give
 
 
 def kind_of(module: nn.Module) -> str:
@@ -102,10 +96,6 @@ def module_units(
     """Module path -> {name below it: name of the leaf}, for every unit that leaves among the params belong to.
 
     A list of modules is never called itself: where it is a unit, each call of one of its elements gathers it.
-
-    Args:
-        origins: of each param its leaf of the step that is running.
-        handles: those that are handles.
     """
     modules = {name for name, _ in module.named_modules()}
     paths: dict[str, str] = {}

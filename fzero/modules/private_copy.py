@@ -48,9 +48,6 @@ def private_copy(
 
     Args:
         stand_ins: id of a tensor -> what stands for it in the copy. Those that stand in the module already stay.
-
-    Raises:
-        ValueError: a dict or a set of the module has a param as its key.
     """
     with private.below_transforms(), private.outside_inference(), torch.no_grad():
         memo: dict[int, Any] = dict(stand_ins)
@@ -105,11 +102,7 @@ def _by_attributes(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def need_no_way_back(new: nn.Module, module: nn.Module) -> None:
-    """Refuses a copy that leads to the original.
-
-    Raises:
-        ValueError: saying by which attribute.
-    """
+    """Refuses a copy that leads to the original, and says by which attribute."""
     held = {"submodule": module.named_modules(), "param": module.named_parameters(), "buffer": module.named_buffers()}
     originals = {id(x): (what, name) for what, named in held.items() for name, x in named}
     for way, x in _reached(new, through_functions=True):

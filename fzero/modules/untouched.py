@@ -79,11 +79,7 @@ class Untouched:
 
     @contextlib.contextmanager
     def around_call(self, given: Mapping[str, object]) -> Iterator[None]:
-        """Around a call with these params.
-
-        Raises:
-            ValueError: it is the first one, and changes buffers, params or submodules, or reads the original's.
-        """
+        """Around a call with these params; refuses the first one if it changes the copy, or reads the original."""
         self.depth += 1
         first = self.depth == 1 and not self.proven
         try:

@@ -3,7 +3,6 @@
 import fzero.parallel.first_run  # noqa: F401, which steps then call by themselves
 from fzero.parallel.axis import axis
 from fzero.parallel.check import Report, check
-from fzero.parallel.cut import cut
 from fzero.parallel.huggingface import register_attention
 from fzero.parallel.loss import cross_entropy, weighted_mean
 from fzero.parallel.maps import all_to_all, copy, gather, reduce_scatter, ring_shift, split, sum
@@ -13,6 +12,7 @@ from fzero.parallel.sequence import shard_sequence
 from fzero.parallel.tiled import tiled, tiled_cross_entropy
 from fzero.parallel.types import AxisTypeError
 from fzero.parallel.ulysses import ulysses
+from fzero.table.slices import cut
 
 __all__ = [
     "AxisTypeError", "Report", "all_to_all", "attention", "axis", "check", "copy", "cross_entropy", "cut", "gather",

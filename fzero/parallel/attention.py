@@ -94,11 +94,7 @@ class Attention:
 
 
 def floats(who: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Three:
-    """The tensors of a call as torch's own attention would take them, of one floating dtype.
-
-    Raises:
-        TypeError: they are not.
-    """
+    """The tensors of a call as torch's own attention would take them, of one floating dtype."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor) or not x.is_floating_point():
             raise wrong(who, name, x, "a tensor of floats [b, heads, t, d]")
@@ -150,14 +146,7 @@ _COUNT = 20  # numbers that say what a call is
 def agreed(
     ax: Axis | None, who: str, shapes: Shapes, dtype: str, given: dict[str, object]
 ) -> tuple[list[int], Options]:
-    """Compares what the ranks call an attention function with.
-
-    Returns:
-        The lengths of their pieces, and the options.
-
-    Raises:
-        TypeError, ValueError: on every rank, where it is wrong on one.
-    """
+    """Compares what ranks call an attention function with; the lengths of their pieces, and the options."""
     if ax is not None:
         need_axis(ax, who.removeprefix("parallel."))
     options, failed = None, None

@@ -82,11 +82,7 @@ def need_dim(dim: object, ndim: int, who: str, argument: str = "dim") -> int:
 
 
 def is_averaged(ax: Axis) -> bool:
-    """Tells whether the running step takes means over the ranks of an axis, each of which then has its own values.
-
-    Raises:
-        ValueError: it does so over some of the ranks only.
-    """
+    """Tells whether the running step takes means over all ranks of an axis, each of which then has its own values."""
     own = [each.members for each in averaged.get()]
     spanned = math.prod(map(len, own)) == len(ax.members) and all({*ax.members}.issuperset(each) for each in own)
     if len(own) > 1 and spanned:

@@ -40,15 +40,7 @@ def ranks_of_means() -> tuple[Axis, ...]:
 
 
 class Call:
-    """A call of a batch norm layer.
-
-    Args:
-        path: of the layer in its module.
-        axes: that it takes its statistics over; none in eval mode.
-
-    Attributes:
-        ran: whether it has called an operation that does so, or one that takes its running statistics as they are.
-    """
+    """A call of a batch norm layer; `ran`: it has called an operation over ranks, or by its running statistics."""
 
     def __init__(self, path: str, axes: Sequence[Axis], running_mean: object = None) -> None:
         self.path, self.axes, self.ran = path, axes, False
@@ -133,15 +125,7 @@ def batch_norm(
 
     Ranks send each other twice as many numbers as there are channels, and one, there and back. The mean and the sum of
     squares about it are put together as those of parts of any sizes are (Chan, Golub and LeVeque, 1979), which loses
-    nothing where a mean is large beside what is about it.
-
-    Args:
-        axes: whose ranks have other batches, of any sizes, also of none.
-        tag: the same on all ranks, which says what they exchange.
-        input: [n, channels, ...].
-
-    Raises:
-        ValueError: on every rank, where all ranks together have one value for each channel.
+    nothing where a mean is large beside what is about it. `tag` says, the same on all, what they exchange.
     """
     x = input.to(wide(input.dtype))
     count, mean, var = _of_all(x, axes, tag)
@@ -266,13 +250,7 @@ def others_in(module: nn.Module) -> frozenset[str]:
 def need_moved_alike(
     names: Sequence[str], before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor], axes: Sequence[Axis]
 ) -> None:
-    """Compares what a call has made of buffers between the ranks that the running step takes means over.
-
-    Ranks send each other two numbers of each, also where none of them has moved.
-
-    Raises:
-        ValueError: on every rank, naming the buffer.
-    """
+    """Refuses, on all ranks, buffers that a call has moved to other values on one: they send two numbers of each."""
     with private.below_transforms():
         if not names or not axes or private.dispatch_modes() or any(private.is_fake(after[name]) for name in names):
             return

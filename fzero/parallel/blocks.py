@@ -21,17 +21,11 @@ EDGE = 256  # rows and columns of a tile, whose scores stay in a processor's cac
 
 
 class State(NamedTuple):
-    """What tokens have seen so far: heads that share a key come as a group, [b * kv_heads, group, t, ...].
+    """What tokens have seen so far: heads that share a key come as a group, [b * kv_heads, group, t, ...]."""
 
-    Attributes:
-        total: the sum of values by their weights.
-        weight: the sum of the weights exp(score - top).
-        top: the largest score; a finite number where there was none.
-    """
-
-    total: torch.Tensor
-    weight: torch.Tensor
-    top: torch.Tensor
+    total: torch.Tensor  # the sum of values by their weights
+    weight: torch.Tensor  # the sum of the weights exp(score - top)
+    top: torch.Tensor  # the largest score; a finite number where there was none
 
     def of(self, start: int, stop: int) -> State:
         """The same of some of the tokens, in the same memory."""
@@ -45,28 +39,18 @@ def grouped(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
 
 
 def begin(q: torch.Tensor, d: int) -> State:
-    """Before anything is seen.
-
-    Args:
-        q: [b * kv_heads, group, t, _].
-        d: size of the values.
-    """
+    """Before q [b * kv_heads, group, t, _] has seen anything; values have d numbers."""
     dtype, lead = wide(q.dtype), q.shape[:-1]
     total, weight = [q.new_zeros((*lead, size), dtype=dtype) for size in (d, 1)]
     return State(total, weight, torch.full_like(weight, torch.finfo(dtype).min))
 
 
 class Seen(NamedTuple):
-    """What tokens that lie one after the other see of others that do.
-
-    Attributes:
-        place: of the first in the whole sequence.
-        start: of the first of the others.
-    """
+    """What tokens that lie one after the other see of others that do."""
 
     visible: Visible
-    place: int
-    start: int
+    place: int  # of the first in the whole sequence
+    start: int  # of the first of the others
 
     def regions(self, q: torch.Tensor, v: torch.Tensor, scale: float) -> list[Region] | None:
         """Those of q and of the others v that torch's kernel is for; None where it is for none."""
@@ -109,11 +93,7 @@ def attend(state: State, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen
 
 
 def finish(state: State, dtype: torch.dtype, shape: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The outputs [b, heads, t, d], and the logarithms of the sums of exp(score) [b, heads, t], for `pull`.
-
-    Args:
-        shape: [b, kv_heads].
-    """
+    """The outputs [b, heads, t, d], and logarithms of sums of exp(score) [b, heads, t]; `shape` is [b, kv_heads]."""
     out = state.total.div_(state.weight).to(dtype)
     logarithms = state.weight.log_().add_(state.top).squeeze(-1)
     return tuple(each.unflatten(0, [*shape]).flatten(1, 2) for each in (out, logarithms))  # type: ignore[return]

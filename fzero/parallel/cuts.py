@@ -27,24 +27,15 @@ class Mixed(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A call of an operation, some of whose operands are cut.
+    """A call of an operation, some of whose operands are cut."""
 
-    Attributes:
-        func: the operation.
-        flat, spec: its arguments, as it is written.
-        x: its first argument.
-        given: all of them by name.
-        out: the tensor that it gives; the first of several; None before it has run.
-        cut_of: how an operand is cut; None where it is whole.
-    """
-
-    func: Function
-    flat: Sequence[object]
+    func: Function  # the operation
+    flat: Sequence[object]  # its arguments, as it is written, and their structure
     spec: pytree.Spec
-    x: Any
-    given: Mapping[str, Any]
-    out: Any
-    cut_of: Callable[[object], Cut | None]
+    x: Any  # its first argument
+    given: Mapping[str, Any]  # all of them by name
+    out: Any  # the tensor that it gives; the first of several; None before it has run
+    cut_of: Callable[[object], Cut | None]  # how an operand is cut; None where it is whole
 
     @property
     def own(self) -> Cut:
@@ -91,11 +82,7 @@ class _Like(NamedTuple):
 
 
 def grown(call: Call) -> tuple[int, int]:
-    """The dim of the result, from the end, that grows as slices do, 0 where none does; and how many dims there are.
-
-    Raises:
-        Mixed: it does not run with other sizes, or slices are not taken together, element by element.
-    """
+    """The dim of the result, from the end, that grows as slices do, 0 where none does; and how many dims there are."""
     leaves = tuple([_like(x, call.dim_of(x) or 0) if isinstance(x, torch.Tensor) else _like(x) for x in call.flat])
     try:
         found = _grown(call.func, call.spec, leaves)

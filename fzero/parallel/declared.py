@@ -140,19 +140,14 @@ def dtype_of(row: Row) -> torch.dtype:
 
 @dataclass(frozen=True, eq=False)
 class Input:
-    """One leaf of the inputs.
-
-    Attributes:
-        row: what a plan says of it, where it is one of a step's params.
-        tracked: gradients are taken by it.
-    """
+    """One leaf of the inputs."""
 
     index: int
     path: str
     leaf: object
     dims: Dims
-    row: Row | None
-    tracked: bool
+    row: Row | None  # what a plan says of it, where it is one of a step's params
+    tracked: bool  # gradients are taken by it
 
 
 class Inputs:

@@ -39,17 +39,11 @@ DRAWS = 4  # of params and inputs: of one of which the largest element, say, may
 def check_first_run(step: Spec, params: Sharded, inputs: Sequence[object]) -> bool | Unchecked:
     """Refuses a step's function whose maps over the tensor axis are not right, before ranks communicate.
 
-    It is run on shapes alone, but for inputs that are not differentiated: masks may be read.
-
-    Args:
-        inputs: of one microbatch.
+    It is run on shapes alone, but for inputs (of one microbatch) that are not differentiated: masks may be read.
 
     Returns:
         Whether it reads a tensor's value, on which may depend what it does; or why that is not known: it reads what
         is computed of params, communicates by itself, or is refused for another reason, which its run shows.
-
-    Raises:
-        AxisTypeError: a map is missing or needless. The error names the leaf and the line.
     """
     try:
         run = DryRun(frozenset(), check_first_run.__code__, params.axis.tensor)

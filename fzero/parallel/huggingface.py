@@ -63,19 +63,12 @@ def register_attention(name: str, attention: Callable[..., torch.Tensor]) -> Non
 
 
 class Described(NamedTuple):
-    """What a model's own mask would have hidden, in place of the mask.
+    """What a model's own mask would have hidden, in place of the mask."""
 
-    Attributes:
-        padding: [b, t], True where there is a token; None without padding.
-        size: of a window or a chunk; None for neither.
-        ahead: whether a token sees the one behind it.
-        special: whether the model adds rules of its own.
-    """
-
-    padding: torch.Tensor | None
-    size: int | None
-    ahead: bool
-    special: bool
+    padding: torch.Tensor | None  # [b, t], True where there is a token; None without padding
+    size: int | None  # of a window or a chunk; None for neither
+    ahead: bool  # whether a token sees the one behind it
+    special: bool  # whether the model adds rules of its own
 
 
 def _described(

@@ -23,16 +23,11 @@ class OwnSize(int):
 
     Shapes may be made of it, of multiples of it and of parts that it consists of. What else is computed with it would
     be another number on one rank than for the whole: it is refused, while the function runs that read it.
-
-    Attributes:
-        source: the path of the module whose outputs are cut.
-        axis: the name of the axis that they are cut over.
-        cut: how a tensor with this size is cut.
     """
 
-    source: str
-    axis: str
-    cut: Cut
+    source: str  # the path of the module whose outputs are cut
+    axis: str  # the name of the axis that they are cut over
+    cut: Cut  # how a tensor with this size is cut
 
     @classmethod
     def of(cls, size: int, source: str, axis: str, cut: Cut) -> OwnSize:

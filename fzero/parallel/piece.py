@@ -53,20 +53,13 @@ class Piece(StandIn):
     """Stands for a whole tensor of which each rank has a piece; whoever reads it gets that, the same on each.
 
     Once it was written to, or views of it were made, it is the whole tensor from then on, as others may see that.
-
-    Attributes:
-        local: what lies on this rank; None once it is the whole tensor.
-        value: the whole tensor, once it was read.
-        version: of the whole tensor, when it was read first.
-        level: functorch's, that it was made at.
-        axis: of the ranks.
     """
 
-    local: torch.Tensor | None
-    value: torch.Tensor | None
-    version: int
-    level: int
-    axis: Axis
+    local: torch.Tensor | None  # what lies on this rank; None once it is the whole tensor
+    value: torch.Tensor | None  # the whole tensor, once it was read
+    version: int  # of the whole tensor, when it was read first
+    level: int  # functorch's, that it was made at
+    axis: Axis  # of the ranks
 
     @classmethod
     def made(cls, local: torch.Tensor, axis: Axis, count: int) -> Self:
@@ -225,7 +218,6 @@ class Packed(NamedTuple):
 
     local: torch.Tensor
     count: int
-    number: int  # of the piece, from 0 for those that the call is given; below for those that it made
 
 
 class Pieces:
@@ -248,48 +240,40 @@ class Pieces:
             views = {storage_of(x) for x in flatten(out)[0] if isinstance(x, torch.Tensor)}
             for own in made.values():
                 own.need_untouched(views)
-            return self.packed(out, {id(own): number for number, own in made.items()})
+            return self.packed(out)
 
         return call
 
     def around(self, call: Callable[..., object], leaves: object, args: Operands, kwargs: Given) -> object:
         """A unit's call."""
-        given: dict[int, int] = {}
-        pieces_of: dict[int, Piece] = {}
-        packed = tuple(self.packed(x, given, pieces_of) for x in args)
-        out = call(leaves, packed, {name: self.packed(x, given, pieces_of) for name, x in kwargs.items()})
-        return self._opened(out, pieces_of)
+        given: dict[int, Piece] = {}
+        packed = tuple(self.packed(x, given) for x in args)
+        out = call(leaves, packed, {name: self.packed(x, given) for name, x in kwargs.items()})
+        return self._opened(out, given)
 
     def whole(self, out: object) -> object:
         """What a module returns, without pieces."""
         return wholes(self._opened(out, {}))
 
-    def packed(self, value: object, numbers: dict[int, int], given: dict[int, Piece] | None = None) -> object:
-        """A value whose pieces are what they consist of.
-
-        Args:
-            numbers: id of a piece -> its number.
-            given: takes number -> piece, and numbers those that have none.
-        """
+    def packed(self, value: object, given: dict[int, Piece] | None = None) -> object:
+        """A value whose pieces are what they consist of; `given` takes them, by the ids of what lies here."""
         if isinstance(value, Piece):
             value.need_plain()
             if value.local is None:
                 return value.whole()
             if given is not None:
-                given[numbers.setdefault(id(value), len(numbers))] = value
-            elif id(value) not in numbers:
-                numbers[id(value)] = -1 - len(numbers)
-            return Packed(value.local, value.count, numbers[id(value)])
+                given[id(value.local)] = value
+            return Packed(value.local, value.count)
         if type(value) is tuple:
-            return tuple([self.packed(x, numbers, given) for x in value])
+            return tuple([self.packed(x, given) for x in value])
         return wholes(value)
 
     def _opened(self, value: object, known: dict[int, Piece]) -> object:
-        """The inverse of `packed`; a piece of a number that is known is that one."""
+        """The inverse of `packed`; of what lies here of a piece that is known, it is that one."""
         if isinstance(value, Packed):
-            if value.number not in known:
-                known[value.number] = Piece.made(value.local, self.axis, value.count)
-            return known[value.number]
+            if id(value.local) not in known:
+                known[id(value.local)] = Piece.made(value.local, self.axis, value.count)
+            return known[id(value.local)]
         return tuple([self._opened(x, known) for x in value]) if type(value) is tuple else value
 
 

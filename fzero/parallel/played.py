@@ -35,16 +35,11 @@ class NotFinite(ValueError):
 
 
 class Run(NamedTuple):
-    """What one rank has computed.
+    """What one rank has computed."""
 
-    Attributes:
-        outputs, grads: by path; those of outputs that are differentiated.
-        eps: of the coarsest dtype that it has gone to from float64.
-    """
-
-    outputs: dict[str, torch.Tensor]
-    grads: dict[str, torch.Tensor]
-    eps: float
+    outputs: dict[str, torch.Tensor]  # by path
+    grads: dict[str, torch.Tensor]  # by path, of the outputs that are differentiated
+    eps: float  # of the coarsest dtype that it has gone to from float64
 
 
 def is_proven(fn: object, ranks: int) -> bool:
@@ -64,11 +59,7 @@ def _told_by(fn: object, ranks: int) -> tuple[object, ...]:
 
 
 def playable(inputs: Inputs, met: Mapping[str, int], ignored: Axes) -> dict[str, int]:
-    """The axes that are played, and their sizes: those of which whole inputs are known, or can be made up.
-
-    Args:
-        met: the axes that maps go over.
-    """
+    """The axes that are played, and their sizes: those of which whole inputs are known, or can be made up."""
     over = inputs.planned.over if inputs.planned is not None else None
     axes = {**met, over.name: over.size} if over is not None and over.name not in ignored else met
     unknown = {
@@ -85,14 +76,7 @@ def playable(inputs: Inputs, met: Mapping[str, int], ignored: Axes) -> dict[str,
 def need_one_process(
     fn: Callable[..., object], inputs: Inputs, outputs: Mapping[str, Dims], sizes: Mapping[str, int], draws: bool
 ) -> None:
-    """Plays a function on all ranks of axes.
-
-    Args:
-        draws: it takes random numbers.
-
-    Raises:
-        AxisTypeError: outputs, or the gradients of inputs, are not those of one process.
-    """
+    """Refuses a function whose outputs or gradients, played on all ranks of axes, are not those of one process."""
     try:
         _Comparison(fn, inputs, outputs, sizes, wide=True).run(draws)
     except (AxisTypeError, NotFinite):

@@ -66,12 +66,7 @@ def attention(
 def _masked(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, given: Mapping[str, object]
 ) -> torch.Tensor:
-    """Attention with a mask of the caller's own, by all scores at once, as a differentiable function of the mask too.
-
-    Args:
-        mask: True for what is seen, or added to the scores; broadcasts to [b, heads, t, t].
-        given: options of `attention`.
-    """
+    """Attention with a mask of the caller's own, by all scores at once: a differentiable function of it, too."""
     who = "parallel.attention"
     options = options_of(who, **given)
     if options.is_causal or options.window is not None or options.documents is not None:
@@ -190,35 +185,24 @@ def spans_of(lengths: Sequence[int], order: str, who: str) -> list[list[Span]]:
 
 
 class Arrival(NamedTuple):
-    """Keys and values of one rank, [b, kv_heads, t, d].
+    """Keys and values of one rank, [b, kv_heads, t, d]."""
 
-    Attributes:
-        source, target: whose they are, and who has those of this rank at the same time.
-        seen: whether this rank sees any of them; if not, they are empty.
-        shown: whether `target` sees any of this rank's.
-    """
-
-    source: int
-    target: int
-    seen: bool
-    shown: bool
+    source: int  # whose they are
+    target: int  # who has those of this rank at the same time
+    seen: bool  # whether this rank sees any of them; if not, they are empty
+    shown: bool  # whether `target` sees any of this rank's
     k: torch.Tensor
     v: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class RingPlan:
-    """How attention to the blocks of several ranks is computed.
-
-    Attributes:
-        lengths, spans: how many tokens each rank has, and where in the whole sequence.
-        sees: what every token of the sequence does.
-    """
+    """How attention to the blocks of several ranks is computed."""
 
     ax: Axis | None
-    lengths: Sequence[int]
-    spans: Sequence[Sequence[Span]]
-    sees: Visible
+    lengths: Sequence[int]  # how many tokens each rank has
+    spans: Sequence[Sequence[Span]]  # where these lie in the whole sequence
+    sees: Visible  # what every token of the sequence does
     scale: float
 
     @property

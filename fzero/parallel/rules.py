@@ -31,9 +31,6 @@ def cut_behind(
     Args:
         out: what it gave; None before it has run, which is enough for operations on each token alone (`piece`).
         cut_of: how an operand is; None where it is whole.
-
-    Raises:
-        Mixed: elements of slices of several ranks would be needed, or nothing is known of what it does along that dim.
     """
     first: Any = out[0] if isinstance(out, (tuple, list)) and out else out
     rule = RULES.get(func)
@@ -110,19 +107,12 @@ SHAPES = "shapes"  # the same of the first one, as the others say a shape or dty
 
 
 class Rule(NamedTuple):
-    """What is known of an operation.
+    """What is known of an operation."""
 
-    Attributes:
-        names: of its arguments, in order; the last one may take all that are left.
-        defaults: of arguments.
-        along: the dim behind it that is cut.
-        sums: what it makes of parts of a sum; "" where it is not known to make parts.
-    """
-
-    names: tuple[str, ...]
-    defaults: dict[str, int | None]
-    along: Callable[[Call], int | Cut | list[Cut]]
-    sums: str
+    names: tuple[str, ...]  # of its arguments, in order; the last one may take all that are left
+    defaults: dict[str, int | None]  # of arguments
+    along: Callable[[Call], int | Cut | list[Cut]]  # the dim behind it that is cut
+    sums: str  # what it makes of parts of a sum; "" where it is not known to make parts
 
     def call(
         self,

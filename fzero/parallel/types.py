@@ -50,21 +50,13 @@ class AxisTypeError(ValueError):
 
 @dataclass(eq=False, slots=True)
 class Type:
-    """The type of a tensor and of all views of its memory.
+    """The type of a tensor and of all views of its memory."""
 
-    Attributes:
-        varying: the axes on which it varies.
-        constant: it is made of no input.
-        source: where it comes from, in words.
-        leaf: the path of a leaf that it varies because of.
-        writes: how often its memory was written to.
-    """
-
-    varying: Axes
-    constant: bool
-    source: str | Place
-    leaf: str = ""
-    writes: int = 0
+    varying: Axes  # the axes on which it varies
+    constant: bool  # it is made of no input
+    source: str | Place  # where it comes from, in words
+    leaf: str = ""  # the path of a leaf that it varies because of
+    writes: int = 0  # how often its memory was written to
 
 
 class Conversion(NamedTuple):

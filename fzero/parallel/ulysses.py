@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -107,43 +106,16 @@ class Part(NamedTuple):
         return mine
 
 
-@dataclass(frozen=True)
-class Deal:
-    """Who gets which heads.
-
-    Attributes:
-        ranks: how many there are.
-        chunks: how many parts every rank's heads come in, some of which may be empty.
-    """
-
-    ranks: int
-    heads: int
-    kv_heads: int
-    chunks: int
-
-    @property
-    def group(self) -> int:
-        """How many heads share a KV head."""
-        return self.heads // self.kv_heads
-
-    def parts(self) -> list[list[Part]]:
-        """For every chunk that has heads the part of each rank."""
-        out = []
-        for chunk in range(self.chunks):
-            ranges = [self.ranges(rank)[chunk] for rank in range(self.ranks)]
-            if any(first < last for first, last in ranges):
-                out.append([Part(own, self._needed(own), self.group) for own in ranges])
-        return out
-
-    def ranges(self, rank: int) -> list[Range]:
-        """The heads of one rank, chunk by chunk."""
-        first, last = pieces.starts(pieces.balanced(self.heads, self.ranks))[rank : rank + 2]
-        inner = pieces.starts(pieces.balanced(last - first, self.chunks))
-        return [(first + start, first + stop) for start, stop in itertools.pairwise(inner)]
-
-    def _needed(self, heads: Range) -> Range:
-        first, last = heads
-        return (first // self.group, (last - 1) // self.group + 1) if first < last else (0, 0)
+def dealt(ranks: int, heads: int, kv_heads: int, chunks: int) -> list[list[Part]]:
+    """For every chunk that has heads the part of each rank, which may be empty."""
+    group, out = heads // kv_heads, [list[Part]() for _ in range(chunks)]
+    for first, last in itertools.pairwise(pieces.starts(pieces.balanced(heads, ranks))):
+        bounds = itertools.pairwise(pieces.starts(pieces.balanced(last - first, chunks)))
+        for parts, (start, stop) in zip(out, bounds, strict=True):
+            own = (first + start, first + stop)
+            needed = (own[0] // group, (own[1] - 1) // group + 1) if start < stop else (0, 0)
+            parts.append(Part(own, needed, group))
+    return [parts for parts in out if any(start < stop for (start, stop), *_ in parts)]
 
 
 class Ulysses(Attention):
@@ -161,42 +133,37 @@ class Ulysses(Attention):
 
     def planned(self, shapes: Shapes, dtype: str, given: dict[str, object]) -> UlyssesPlan:
         lengths, _ = agreed(self.ax, "parallel.ulysses", shapes, f"{dtype} {self.chunks} {type(self.inner)}", given)
-        (b, heads, _, d), (_, kv_heads, *_), (*_, size) = shapes
+        (b, *_, d), _, (*_, size) = shapes
         own = (b, 1, sum(lengths), d)
         inner = self.inner.planned((own, own, (*own[:3], size)), dtype, given)
-        return UlyssesPlan(self.ax, lengths, Deal(self.ax.size, heads, kv_heads, self.chunks), inner)
+        return UlyssesPlan(self.ax, lengths, self.chunks, inner)
 
 
 @dataclass(frozen=True, eq=False)
 class UlyssesPlan:
-    """How tokens are exchanged for heads and back.
-
-    Attributes:
-        lengths: of the ranks' pieces.
-        inner: how all tokens of some heads are attended to.
-    """
+    """How tokens are exchanged for heads and back."""
 
     ax: Axis
-    lengths: Sequence[int]
-    deal: Deal
-    inner: Plan
+    lengths: Sequence[int]  # of the ranks' pieces
+    chunks: int  # the parts that every rank's heads come in
+    inner: Plan  # how all tokens of some heads are attended to
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        if self.deal.chunks > 1:  # of which nothing is kept: the pullback runs each again
+        if self.chunks > 1:  # of which nothing is kept: the pullback runs each again
             return attended(self, q, k, v)
-        return composed(self.ax, self.lengths, self.deal, self.inner.attend, q, k, v)
+        return composed(self.ax, self.lengths, self.inner.attend, q, k, v)
 
     def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         out = q.new_zeros((*q.shape[:3], v.shape[3]))
         with unseen():
-            for parts in self.deal.parts():
+            for parts in self._parts(q, k):
                 of_heads = _shared(self.inner.attend, parts[self.ax.rank], self._heads(parts, q, k, v))
                 self._return(parts, [of_heads], [out])
         return out, q.new_empty(0)
 
     def pull(self, of: Three, out: torch.Tensor, logarithms: torch.Tensor, cotangent: torch.Tensor) -> Three:
         grads = [torch.zeros_like(x, dtype=blocks.wide(x.dtype)) for x in of]
-        for parts in self.deal.parts():
+        for parts in self._parts(*of[:2]):
             self._return(parts, self._pulled(parts, *of, cotangent), grads)
         by_q, by_k, by_v = [total.to(x.dtype) for total, x in zip(grads, of, strict=True)]
         return by_q, by_k, by_v
@@ -209,7 +176,10 @@ class UlyssesPlan:
         return torch.autograd.grad(out, own, self._heads(parts, tensors[3]))
 
     def formula(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return composed(self.ax, self.lengths, dataclasses.replace(self.deal, chunks=1), self.inner.formula, q, k, v)
+        return composed(self.ax, self.lengths, self.inner.formula, q, k, v)
+
+    def _parts(self, q: torch.Tensor, k: torch.Tensor) -> list[list[Part]]:
+        return dealt(self.ax.size, q.shape[1], k.shape[1], self.chunks)
 
     def _heads(self, parts: Sequence[Part], *tensors: torch.Tensor) -> list[torch.Tensor]:
         """This rank's heads of one chunk, for all tokens: one tensor after the other, as each takes memory."""
@@ -261,24 +231,17 @@ def _called(
     need_cut(of.ax, "ulysses", dict.fromkeys((q, k, v), 2))
     watched.need_whole(ulysses, q, k, v)
     attend = functools.partial(of._attended, of.attention, options)
-    deal = Deal(of.ax.size, q.shape[1], k.shape[1], 1)
-    return watched.attended(functools.partial(composed, of.ax, lengths, deal, attend), (q, k, v))
+    return watched.attended(functools.partial(composed, of.ax, lengths, attend), (q, k, v))
 
 
 leave_out(__name__, "_called")
 
 
 def composed(
-    ax: Axis, lengths: Sequence[int], deal: Deal, attend: Attend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ax: Axis, lengths: Sequence[int], attend: Attend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> torch.Tensor:
-    """Tokens exchanged for heads and back by linear maps, which every derivative goes through.
-
-    Args:
-        lengths: of the ranks' pieces.
-        deal: in one chunk.
-        attend: of all tokens for some heads; there may be none.
-    """
-    (parts,) = deal.parts()
+    """Tokens exchanged for heads and back by linear maps, which every derivative goes through."""
+    (parts,) = dealt(ax.size, q.shape[1], k.shape[1], 1)
     ranges = _ranges(parts)
     out = _shared(attend, parts[ax.rank], heads_of(ax, lengths, ranges, (q, k, v)))
     return tokens_of(ax, lengths, ranges[0], out)

@@ -205,11 +205,7 @@ class Varying(TorchFunctionMode):
         return self._looked_at(F.scaled_dot_product_attention, run if some else attend, tuple(tensors), {})
 
     def need_level(self, values: Sequence[object], what: str, path: str = "") -> None:
-        """Refuses slices where a map or derivative of torch.func goes on that began within the module.
-
-        Args:
-            path: of a module that gives slices there.
-        """
+        """Refuses slices where a map or derivative of torch.func goes on that began within the module."""
         if private.level() <= self._level:
             return
         marks = [self.mark_of(private.unwrapped(x)) or self.mark_of(x) for x in values if isinstance(x, torch.Tensor)]

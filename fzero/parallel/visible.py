@@ -24,21 +24,14 @@ SHORTEST = 32  # tokens on average that regions are worth their while for
 
 @dataclass(frozen=True)
 class Options:
-    """What an attention function is told beside its tensors, the same on all ranks.
+    """What an attention function is told beside its tensors, the same on all ranks."""
 
-    Attributes:
-        is_causal: a token sees itself and those before it.
-        window: the number of tokens that one sees in each direction, itself included; None for all.
-        documents: cumulative lengths: where each document begins, and where the last one ends; None for one.
-        scale: of the scores; None takes 1 / sqrt(d).
-        enable_gqa: whether heads may share a KV head; None for whether they do.
-    """
-
-    is_causal: bool = False
-    window: int | None = None
+    is_causal: bool = False  # a token sees itself and those before it
+    window: int | None = None  # the number of tokens that one sees in each direction, itself included; None for all
+    # cumulative lengths: where each document begins, and where the last one ends; None for one
     documents: tuple[int, ...] | None = None
-    scale: float | None = None
-    enable_gqa: bool | None = None
+    scale: float | None = None  # of the scores; None takes 1 / sqrt(d)
+    enable_gqa: bool | None = None  # whether heads may share a KV head; None for whether they do
 
 
 def torchs(who: str, given: Mapping[str, object]) -> dict[str, object]:
@@ -48,11 +41,7 @@ def torchs(who: str, given: Mapping[str, object]) -> dict[str, object]:
 
 
 def options_of(who: str, **given: object) -> Options:
-    """The options of a call, held against what they may be.
-
-    Raises:
-        TypeError, ValueError: one of them is unknown or no such thing.
-    """
+    """The options of a call, held against what they may be."""
     given = torchs(who, given)
     if given.pop("attn_mask", None) is not None:
         raise ValueError(
@@ -164,13 +153,10 @@ class Region(NamedTuple):
 
 @with_values
 def regions(seen: Visible, place: int, start: int, width: int) -> list[Region] | None:
-    """What some tokens see of a block of others as a few regions; None where it has another shape.
+    """What some tokens see of a block of others, from `start` on, as a few regions; None where it has another shape.
 
     Args:
-        seen: what the tokens see, which lie one after the other.
-        place: of the first of them in the whole sequence.
-        start: of the first of the block.
-        width: of the block, in tokens.
+        seen: what the tokens see, which lie one after the other, from `place` on in the whole sequence.
     """
     count, end = len(seen.low), start + width
     if not count or not width or not seen.any(start, end):

@@ -41,20 +41,14 @@ class Mask:
 
 @dataclass
 class Counts:
-    """What each microbatch of a call counts.
+    """What each microbatch of a call counts."""
 
-    Attributes:
-        sizes: its examples; None where no input is split.
-        factors: by what its scalar outputs are multiplied, so that the mean over ranks of their sum is the weighted
-            mean; NaN where nothing counts. None where all count the same.
-        of_rank: the same for the mean over this rank's microbatches alone.
-        anywhere: whether each counts on some rank.
-    """
-
-    sizes: Sequence[int] | None = None
+    sizes: Sequence[int] | None = None  # its examples; None where no input is split
+    # by what its scalar outputs are multiplied, so that the mean over ranks of their sum is the weighted mean;
+    # NaN where nothing counts. None where all count the same
     factors: Sequence[float] | None = None
-    of_rank: Sequence[float] | None = None
-    anywhere: Sequence[bool] = ()
+    of_rank: Sequence[float] | None = None  # the same for the mean over this rank's microbatches alone
+    anywhere: Sequence[bool] = ()  # whether each counts on some rank
 
     def split(self, sizes: Sequence[int] | None) -> None:
         """They have so many examples, and count by them, where ranks count the same."""

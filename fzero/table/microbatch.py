@@ -22,14 +22,11 @@ LARGEST = 1e300  # weight, of which sums are finite
 
 @dataclass(frozen=True)
 class Microbatches:
-    """How many, and along which dim every input is split (as in torch.func.vmap; None: not split).
-
-    Attributes:
-        weights: gives the weight of a microbatch, of its inputs; None weighs by examples within a rank.
-    """
+    """How many, and along which dim every input is split (as in torch.func.vmap; None: not split)."""
 
     count: int = 1
     in_dims: int | tuple[int | None, ...] | None = 0
+    # gives the weight of a microbatch, of its inputs; None weighs by examples within a rank
     weights: Callable[..., object] | None = None
 
     @property
@@ -143,11 +140,7 @@ class Microbatches:
         return pytree.unflatten(spec, merged)
 
     def parts_like(self, parts: list[Part], sizes: Sequence[int] | None, microbatch: int = 0) -> list[list[Part]]:
-        """`parts_of` every microbatch, by those of one, where the others have like outputs.
-
-        Args:
-            sizes: the examples of each.
-        """
+        """`parts_of` every microbatch, of `sizes` examples, by those of one, where others have like outputs."""
         if sizes is None:
             return [parts] * self.count
         of = sizes[microbatch]

@@ -97,11 +97,7 @@ def _of_modules(structure: pytree.Spec, start: int = 0) -> list[ModuleParams]:
 
 
 def other_names(structure: pytree.Spec, paths: Sequence[str]) -> dict[str, str]:
-    """The further names of tied leaves -> the paths of these leaves; a name that is a leaf's own path is left out.
-
-    Args:
-        paths: of the structure's leaves.
-    """
+    """The further names of tied leaves -> the paths of these leaves; a name that is a leaf's own path is left out."""
     known, out = {*paths}, dict[str, str]()
     for leaf, (first, *others) in hints_of(structure).items():
         if others and (path := paths[leaf]).endswith(first.name):

@@ -8,15 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Names:
-    """What a unit that is recomputed keeps, by the names that `fz.name` gives it.
+    """What a unit that is recomputed keeps, by the names that `fz.name` gives it."""
 
-    Attributes:
-        save: on the device.
-        offload: in the host's memory.
-    """
-
-    save: tuple[str, ...] = ()
-    offload: tuple[str, ...] = ()
+    save: tuple[str, ...] = ()  # on the device
+    offload: tuple[str, ...] = ()  # in the host's memory
 
     @property
     def all(self) -> tuple[str, ...]:
@@ -37,11 +32,7 @@ NO_NAMES, EVERY_NAME = Names(), Names(("",))  # the other for who looks at all t
 
 
 def need_given(wanted: Collection[str], given: Collection[str], which: str = "") -> None:
-    """Refuses names that are to be kept and that no unit gives.
-
-    Args:
-        which: units are meant.
-    """
+    """Refuses names that are to be kept and that no unit gives; `which` says what units are meant."""
     if lost := sorted({*wanted} - {*given}):
         raise ValueError(
             f"remat: got the name {lost[0]!r} to keep, which no unit gives{which}; expected one of "

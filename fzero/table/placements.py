@@ -22,20 +22,14 @@ from fzero.table.handle import BOTH, Function, Operands, named
 
 
 class Cut(NamedTuple):
-    """How a tensor is cut.
+    """How a tensor is cut."""
 
-    Attributes:
-        dim: from the end.
-        parts: of what is fused there (gate and up), one after the other: the size of every rank's slice of it; None
-            where they are not known.
-        rank: this one.
-        outer: how many of the rank's slices follow one another along it: of each example its heads, say.
-    """
-
-    dim: int
+    dim: int  # from the end
+    # of what is fused there (gate and up), one after the other: the size of every rank's slice of it; None where
+    # they are not known
     parts: tuple[tuple[int, ...], ...] | None = None
-    rank: int = 0
-    outer: int = 1
+    rank: int = 0  # this one
+    outer: int = 1  # how many of the rank's slices follow one another along it: of each example its heads, say
 
     @property
     def own(self) -> tuple[int, ...] | None:
@@ -56,28 +50,20 @@ class Cut(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """How a tensor varies.
+    """How a tensor varies."""
 
-    Attributes:
-        source: the path of the module whose outputs are cut, or of the leaf, that it comes from; "" for each rank's
-            own copy of what is the same on all.
-        cut: along which dim; None where that is not known, of what has no elements or what maps gave.
-    """
-
+    # the path of the module whose outputs are cut, or of the leaf, that it comes from; "" for each rank's own
+    # copy of what is the same on all
     source: str
-    cut: Cut | None = None
+    cut: Cut | None = None  # along which dim; None where that is not known, of what has no elements or what maps gave
 
 
 class Action(NamedTuple):
-    """What is done for slices where a module calls a function.
+    """What is done for slices where a module calls a function."""
 
-    Attributes:
-        places: the operands that are made each rank's own, by their places among all leaves of the arguments.
-        draws: each rank draws random numbers of its own.
-    """
-
+    # the operands that are made each rank's own, by their places among all leaves of the arguments
     places: tuple[int, ...] = ()
-    draws: bool = False
+    draws: bool = False  # each rank draws random numbers of its own
 
 
 # function -> (number of its call -> what is done there, how many calls there are)
@@ -189,15 +175,11 @@ def noting() -> Notes | None:
 
 
 class Unchecked(NamedTuple):
-    """What is known of a function that does not run on shapes alone.
+    """What is known of a function that does not run on shapes alone."""
 
-    Attributes:
-        leaves: index -> path of those that are cut, but for those of modules, whose own runs show what they do.
-        why: in words.
-    """
-
+    # index -> path of those that are cut, but for those of modules, whose own runs show what they do
     leaves: dict[int, str]
-    why: str
+    why: str  # in words
 
 
 # check(step, params, inputs) of what runs for the first time tells whether it reads a tensor's value

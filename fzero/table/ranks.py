@@ -26,18 +26,12 @@ class Ranks:
     """The sizes of a mesh's axes, and which of them state is cut over.
 
     Ranks are counted row by row, the first axis is the slowest: as in a DeviceMesh of ranks in their order.
-
-    Attributes:
-        sizes: axis -> its number of ranks, in the mesh's order.
-        sharded: the axes that flat buffers are cut over, as one.
-        copies: those that shards are replicated over.
-        tensor: the one that leaves are cut over along a dim, if there is one.
     """
 
-    sizes: Mapping[str, int] = field(hash=False)
-    sharded: tuple[str, ...] = ()
-    copies: tuple[str, ...] = ()
-    tensor: tuple[str, ...] = ()
+    sizes: Mapping[str, int] = field(hash=False)  # axis -> its number of ranks, in the mesh's order
+    sharded: tuple[str, ...] = ()  # the axes that flat buffers are cut over, as one
+    copies: tuple[str, ...] = ()  # those that shards are replicated over
+    tensor: tuple[str, ...] = ()  # the one that leaves are cut over along a dim, if there is one
 
     @property
     def count(self) -> int:
@@ -72,9 +66,6 @@ def ranks_of(step: Spec, world_size: int | None, mesh: AnyMesh | None, who: str)
     Args:
         world_size: ranks of the sharded axis (of the tensor axis, where no other is cut over), where there is no mesh.
         mesh: sizes of axes, or a DeviceMesh; None where the step says it.
-
-    Raises:
-        ValueError: a mesh without an axis of the step, or with its axes in another order.
     """
     sharding, over = step.sharding, step.tensor_axis
     sharded, copies = (sharding.axes, sharding.replicate) if sharding is not None else ((), ())

@@ -90,35 +90,24 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """The table's columns for one leaf. Leaves of a unit whose rows are alike share their buffers.
-
-    Attributes:
-        dtype: the leaf's own.
-        policy: the leaf's, with every column filled in.
-        params, grads, moments: how these are kept; None of a frozen leaf's grads, and of moments that it does not keep.
-        cuts: a rank's slice of the leaf, where any of its state is cut.
-        slices: how the leaf is cut over the tensor axis, before anything else; None where it is whole.
-        styles: name -> what its module does there with a leaf that is cut, or copied for each rank.
-        hint: what its module says of it.
-        lifetime: of a gathered copy: "one use", "the step" (it is held between steps too), or "always", ungathered.
-        autocast: the dtype of torch.autocast while the leaf's unit runs, or None.
-    """
+    """The table's columns for one leaf. Leaves of a unit whose rows are alike share their buffers."""
 
     path: str
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: torch.dtype  # the leaf's own
     unit: str
-    policy: Policy
+    policy: Policy  # the leaf's, with every column filled in
     optimizer: str
     params: Kept
-    grads: Kept | None
-    moments: Kept | None
-    cuts: tuple[Shard, ...]
-    lifetime: str
-    autocast: torch.dtype | None = None
+    grads: Kept | None  # None of a frozen leaf
+    moments: Kept | None  # None of a frozen leaf that does not keep them
+    cuts: tuple[Shard, ...]  # a rank's slice of the leaf, where any of its state is cut
+    lifetime: str  # of a gathered copy: "one use", "the step" (it is held between steps too), or "always", ungathered
+    autocast: torch.dtype | None = None  # the dtype of torch.autocast while the leaf's unit runs, or None
+    # how the leaf is cut over the tensor axis, before anything else; None where it is whole
     slices: Slices | None = None
-    styles: Styles = ()
-    hint: Hint | None = field(default=None, compare=False)
+    styles: Styles = ()  # name -> what its module does there with a leaf that is cut, or copied for each rank
+    hint: Hint | None = field(default=None, compare=False)  # what its module says of it
     remat: bool = field(default=False, compare=False)  # which say nothing of what is kept
     names: Names = field(default=NO_NAMES, compare=False)
     compile: bool = field(default=False, compare=False)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
+from fzero.base.arguments import need_int, wrong
 from fzero.comm.backend import Mesh
 from fzero.comm.known import MeshName, mesh_of, name_of_mesh, need_here
 
@@ -49,15 +50,11 @@ def _unpickled(kind: type[OverMesh], own: dict[str, Any]) -> OverMesh:
 
 @dataclass(frozen=True)
 class TensorAxis(OverMesh):
-    """The value of the tensor axis column, of all leaves: which mesh axis leaves are cut over.
-
-    Attributes:
-        sequence: modules keep pieces of the tokens where nothing is cut.
-    """
+    """The value of the tensor axis column, of all leaves: which mesh axis leaves are cut over."""
 
     mesh: Mesh | None
     axis: str
-    sequence: bool = False
+    sequence: bool = False  # modules keep pieces of the tokens where nothing is cut
 
     def of_state(self) -> TensorAxis:
         """What it says of a state, whichever the ranks are."""
@@ -66,17 +63,12 @@ class TensorAxis(OverMesh):
 
 @dataclass(frozen=True)
 class Cut:
-    """What a plan says of a leaf; made by `fz.parallel.cut`.
+    """What a plan says of a leaf; made by `fz.parallel.cut`."""
 
-    Attributes:
-        how: a style, or a dim.
-        parts: sizes of what is fused along the dim (query, key and value; gate and up), each of which is cut by itself.
-        multiple: the pieces are whole multiples of this many elements: of a head, say.
-    """
-
-    how: str | int
+    how: str | int  # a style, or a dim
+    # sizes of what is fused along the dim (query, key and value; gate and up), each of which is cut by itself
     parts: tuple[int, ...] = ()
-    multiple: int = 1
+    multiple: int = 1  # the pieces are whole multiples of this many elements: of a head, say
 
     def __str__(self) -> str:
         more = (f", parts={self.parts}" if self.parts else "") + (
@@ -85,26 +77,49 @@ class Cut:
         return f"{self.how!r}{more}"
 
 
-class Use(NamedTuple):
-    """One name of a module's param, and what the module there does with it.
+def cut(how: str | int, parts: Sequence[int] = (), multiple: int = 1) -> Cut:
+    """Says how `fz.shard_tensor` cuts a leaf, if a style alone does not say it: fused weights, heads.
 
-    Attributes:
-        name: in the whole module; a tied param has several.
-        kind: of the module that has it: "linear", "transposed" (a weight [in, out]), "embedding", "convolution", or "".
-        style: that of the module's own tp_plan, for `auto`; "" where there is none.
-        owner: the same of the module that has the param.
-        multiple: elements that belong together along the dim that is cut: those of a head, with what shares its keys.
-        fine: of how many there must be multiples where there are fewer of the others than ranks.
-        loose: whether no module that is called has it within the unit up to the name's first integer.
+    Args:
+        how: a style ("column", "column_gather", "row", "vocabulary", "whole"), or a dim.
+        parts: sizes along the dim of what is fused into one leaf, such as query, key and value. Each part is cut by
+            itself, and a rank has its pieces of all parts, one after the other.
+        multiple: every piece is a multiple of this many elements along the dim, so that no head is cut in two.
+
+    Returns:
+        A value for a plan of `fz.shard_tensor`.
+
+    Raises:
+        TypeError, ValueError: not a style, a dim or sizes.
+
+    Example:
+        >>> plan = {"qkv": fz.parallel.cut(0, parts=(64, 16, 16), multiple=8)}
+        >>> step = fz.shard_tensor(fz.train_step(lambda p, x: x, fz.sgd(0.1)), plan)
+        >>> step.rows([("qkv", (96, 64), torch.float32)])[0].slices.sizes(4)
+        [32, 32, 16, 16]
     """
+    if isinstance(how, str) and how not in (*STYLES, AUTO):
+        raise ValueError(f"parallel.cut: got how={how!r}, expected one of {', '.join(map(repr, STYLES))}, or a dim.")
+    if not isinstance(how, str):
+        how = need_int(how, "parallel.cut", "how", "a style or a dim")
+    if not isinstance(parts, (tuple, list)):
+        raise wrong("parallel.cut", "parts", parts, "sizes of parts along the dim")
+    sizes = [need_int(part, "parallel.cut", "parts", "sizes of parts along the dim", least=0) for part in parts]
+    return Cut(how, tuple(sizes), need_int(multiple, "parallel.cut", "multiple", "a number of elements", least=1))
 
-    name: str
+
+class Use(NamedTuple):
+    """One name of a module's param, and what the module there does with it."""
+
+    name: str  # in the whole module; a tied param has several
+    # of the module that has it: "linear", "transposed" (a weight [in, out]), "embedding", "convolution", or ""
     kind: str
-    style: str = ""
-    owner: str = ""
+    style: str = ""  # that of the module's own tp_plan, for `auto`; "" where there is none
+    owner: str = ""  # the same of the module that has the param
+    # elements that belong together along the dim that is cut: those of a head, with what shares its keys
     multiple: int = 1
-    fine: int = 1
-    loose: bool = False
+    fine: int = 1  # of how many there must be multiples where there are fewer of the others than ranks
+    loose: bool = False  # whether no module that is called has it within the unit up to the name's first integer
 
 
 Hint = tuple[Use, ...]  # what a module says of one of its params
@@ -154,15 +169,7 @@ Styles = tuple[tuple[str, str], ...]  # name of a leaf -> what the module there 
 def slices_of(
     path: str, shape: Sequence[int], said: Mapping[str, Said], uses: Sequence[Use]
 ) -> tuple[Slices | None, Styles]:
-    """How a leaf is cut, None where every rank has all of it; and the style of each of its names.
-
-    Args:
-        said: name -> what a plan says of it.
-        uses: all names of the leaf.
-
-    Raises:
-        ValueError: the leaf has no such dim, its parts or multiples do not fit, or its names want different cuts.
-    """
+    """How a leaf is cut, None where every rank has all of it; and the style of each of its names."""
     found: dict[str, tuple[str, Slices | None, str]] = {}
     for use in uses:
         if (own := said.get(use.name)) is not None and (style := _style_of(path, use, own)) is not None:

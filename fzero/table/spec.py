@@ -130,13 +130,9 @@ class Signature(NamedTuple):
 
 
 class Graphs(Protocol):
-    """What runs a step's function as a graph; see `fzero.graph`.
+    """What runs a step's function as a graph; see `fzero.graph`."""
 
-    Attributes:
-        traces: how many signatures were traced.
-    """
-
-    traces: int
+    traces: int  # how many signatures were traced
 
     def run(self, step: Spec, state: Any, inputs: Sequence[object], own: Callable[[], Any], **given: Any) -> Any:
         """A run of the function; `own()` is one without a graph."""
