@@ -20,12 +20,11 @@ from fzero.base.as_written import need_eager
 from fzero.base.follow import is_transformed
 from fzero.base.hooks import without_compiled_autograd
 from fzero.base.node import edges_to, gradients
-from fzero.base.products import Later
 from fzero.comm.axis import Axis
 from fzero.comm.divergence import failing
 from fzero.engine.delivery import Delivery
 from fzero.engine.function import call_function, traversal_of
-from fzero.engine.halves import Grad, apart_from, pull_first
+from fzero.engine.halves import Grad, Later, apart_from, pull_first
 from fzero.engine.outcome import Outcome, no_first_half, split_both, tensors_of
 from fzero.engine.outlets import alike
 from fzero.engine.traversal import Traversal
