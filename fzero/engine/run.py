@@ -234,9 +234,6 @@ class Run(Outcome):
             if token.grad_fn in nodes:
                 used.update(slot.leaf for slot in self.traversal.layout.groups[key].slots)
 
-    def is_used_up(self) -> bool:
-        return self._pull is None
-
     def pull_inputs(self, cotangent: object, retain_graph: bool = False) -> list[torch.Tensor | None]:
         """The cotangents of the flat inputs; those of the primals, or what is left to do for them, wait."""
         with self._pulling:
