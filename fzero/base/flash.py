@@ -25,26 +25,9 @@ def _is_quick(dtype: torch.dtype) -> bool:
     return dtype in (torch.float32, torch.float64)
 
 
-@functools.cache
-def _takes_groups() -> bool:
-    """Tells whether heads may share keys in the kernel, as they may in newer versions of torch."""
-    with torch.no_grad():
-        q, both = torch.ones(1, 2, 1, 1, device="cpu"), torch.arange(2.0, device="cpu").view(1, 2, 1, 1)
-        k = both[:, :1]  # behind which there is memory, if all heads should be read from it
-        try:
-            out, logarithms = _forward(q, k, k, 0.0, False, scale=1.0)
-            return not bool(out.any()) and _backward(q, q, k, k, out, logarithms, 0.0, False)[1].shape == k.shape
-        except RuntimeError:
-            return False
-
-
 def has_kernel(q: torch.Tensor, v: torch.Tensor, scale: float) -> bool:
-    """Tells whether there is a kernel for q [b, heads, t, d] and v [b, kv_heads, s, d]: it scales what is hidden, too.
-
-    Of one head for all of q, v may be [b, s, d].
-    """
-    takes = scale > 0 and q.device.type == "cpu" and q.shape[-1] == v.shape[-1] and _is_quick(q.dtype)
-    return takes and (q.shape[1] == (v.shape[1] if v.ndim == 4 else 1) or _takes_groups())
+    """Tells whether there is a kernel for q [b, heads, t, d] and v [..., s, d]: it scales what is hidden, too."""
+    return scale > 0 and q.device.type == "cpu" and q.shape[-1] == v.shape[-1] and _is_quick(q.dtype)
 
 
 def attention(

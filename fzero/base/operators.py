@@ -48,8 +48,8 @@ class Kind(NamedTuple):
 
     def draws(self, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
         """Tells whether it draws random numbers, called with these."""
-        chances = _given(self.chances, args, kwargs)
-        return self.seeded and not any(isinstance(x, (int, float)) and x == 0 for x in chances)
+        chances = _given(self.chances, args, kwargs)  # each is 0 where it is not given
+        return self.seeded and not any(x is None or (isinstance(x, (int, float)) and x == 0) for x in chances)
 
     def written(self, args: Sequence[object], kwargs: Mapping[str, object]) -> list[torch.Tensor]:
         """The tensors among the operands that it writes to."""

@@ -86,6 +86,16 @@ def of_derivatives() -> tuple[str, ...]:
     return texts.REFUSED if private.level() else (texts.SAVED_HOOKS,)
 
 
+def refuse_writes(version: int, expected: int, shape: torch.Size) -> None:
+    """Refuses to pull back through a tensor that was written to since, in torch's words."""
+    if version != expected:
+        raise RuntimeError(
+            f"one of the variables needed for gradient computation has been {texts.WRITES_SAVED}: of shape "
+            f"{tuple(shape)}, it is at version {version}; expected version {expected} instead. Change a copy: "
+            "x = x.clone(), or use the operation that is not in place."
+        )
+
+
 def is_ours(error: BaseException) -> bool:
     """True if fzero itself raised it: not what a function of torch raises that its code calls."""
     last = error.__traceback__

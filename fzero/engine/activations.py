@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-from fzero.base import hooks, private, texts
+from fzero.base import hooks, private
 from fzero.base.node import direct, first_order
+from fzero.base.refusals import refuse_writes
 from fzero.stores.away import Away, Wait
 from fzero.stores.memories import Memory, put
 from fzero.table.handle import storage_of
@@ -125,7 +126,7 @@ class Inputs(Activations):
         out = list(saved)
         for place, kept in zip(self.stand_ins, self._kept, strict=True):
             value = kept.value()
-            out[place] = value if first_order() else _refill(saved[place], value)
+            out[place] = value if first_order() else _Other.apply(saved[place], value)  # type: ignore[assignment]
         return tuple(out)
 
 
@@ -178,41 +179,11 @@ def _unpacked(packed: _Stays | Kept) -> torch.Tensor:
     return packed.tensor
 
 
-def refuse_writes(version: int, expected: int, shape: torch.Size, what: str = "the activations of a unit") -> None:
-    """Refuses to pull back through what was written to since, in torch's words.
-
-    Args:
-        what: what it belongs to.
-    """
-    if version != expected:
-        raise RuntimeError(
-            f"one of the variables needed for gradient computation has been {texts.WRITES_SAVED}: of shape "
-            f"{tuple(shape)}, it is at version {version}; expected version {expected} instead. It is one that {what} "
-            "are, or are computed from. Change a copy: x = x.clone(), or use the operation that is not in place."
-        )
-
-
-class _StandIn(torch.autograd.Function):
-    """`apply(x)`: the shape of x, and where it came from, without its memory."""
+class _Other(torch.autograd.Function):
+    """`apply(x, value)`: another value in the place of x, that comes from where x came from."""
 
     @staticmethod
-    def forward(x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return torch.zeros((), dtype=x.dtype, device=x.device).expand(x.shape)
-
-    @staticmethod
-    def setup_context(ctx: object, inputs: object, output: object) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: object, cotangent: torch.Tensor) -> tuple[torch.Tensor]:  # type: ignore[override]
-        return (cotangent,)
-
-
-class _Refill(torch.autograd.Function):
-    """`apply(stand_in, value)`: the value, as a function of what the stand-in came from."""
-
-    @staticmethod
-    def forward(stand_in: torch.Tensor, value: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return value.view_as(value)
 
     @staticmethod
@@ -228,5 +199,9 @@ class _Refill(torch.autograd.Function):
         return tangent.view_as(tangent)
 
 
-_stand_in: Callable[[torch.Tensor], torch.Tensor] = direct(_StandIn)
-_refill: Callable[..., torch.Tensor] = _Refill.apply
+_other: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = direct(_Other)
+
+
+def _stand_in(x: torch.Tensor) -> torch.Tensor:
+    """The shape of x, and where it came from, without its memory."""
+    return _other(x, torch.zeros((), dtype=x.dtype, device=x.device).expand(x.shape))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from fzero.base import collecting, private, pytree
@@ -18,7 +20,6 @@ from fzero.base.refusals import heard, place_of, refuse_outside
 from fzero.comm.axis import Axis
 from fzero.comm.linear import on_data
 from fzero.engine.hidden import Hidden, looking, on_ranks
-from fzero.engine.hints import add_hint
 from fzero.engine.masking import masked_call, noting
 from fzero.engine.schedule import first_runs
 from fzero.engine.traversal import Traversal, autocast, read
@@ -27,6 +28,7 @@ from fzero.engine.written import LeafOf, leaf_of, named, stored, unwritten
 from fzero.formats.formats import Plain
 from fzero.purity.check import is_strict
 from fzero.purity.observer import looking_at
+from fzero.purity.trial import names_of
 from fzero.state.checks import check_values, transform_of
 from fzero.state.sharded import Sharded
 from fzero.state.train_state import TrainState
@@ -219,10 +221,6 @@ def _looking(given: Mapping[int, LeafOf]) -> Iterator[None]:
             yield
 
 
-def _an_input(_: torch.Tensor) -> str:
-    return "an input"
-
-
 def call_function(
     step: Spec, state: TrainState, traversal: Traversal, primals: Mapping[Key, torch.Tensor], inputs: Sequence[object]
 ) -> Any:
@@ -245,8 +243,8 @@ def call_function(
     if first and not traversal.table.compiled and proves.get():
         own = inputs[1:] if step.carries else inputs  # it may write to its copy of what is carried
         tensors = [x for x in pytree.flatten(own)[0] if isinstance(x, torch.Tensor) and not isinstance(x, StandIn)]
-        own_leaves = {storage_of(leaf): leaf_of(group) for leaf, group in full} | named(state.params)
-        look = _looking(dict.fromkeys(map(storage_of, tensors), _an_input) | own_leaves)
+        memories = [(leaf, leaf_of(group)) for leaf, group in full]
+        look = _looking(names_of(tensors, memories) | named(state.params))
         collectives = traversal.collectives("step: the function")
     tree = pytree.unflatten(state.params.structure, leaves)
     over = traversal.tensor
@@ -278,7 +276,7 @@ def call_function(
                 out = masked_call(traversal.mask, fn, tree, inputs) if traversal.guards else fn(tree, *inputs)
         except (RuntimeError, KeyError, TypeError) as error:
             refuse_outside(error)
-            add_hint(error, state.params, inputs)
+            _add_hint(error, state.params, inputs)
             raise
         except StopIteration as error:  # which would end an iterator around the call as if all was well
             raise RuntimeError(f"step: the function raised StopIteration{place_of(error)}.") from error
@@ -294,6 +292,7 @@ def call_function(
                 "outside of units (as nn.Embedding(max_norm=...) does). Params change in step.update only: compute "
                 "with a copy (w = w.clone()), or use operations that are not in place."
             )
+
     # what is the state's own memory is copied, as the caller may write to what is given out
     def apart(x: Any) -> Any:
         return x.clone() if isinstance(x, torch.Tensor) and storage_of(x) in storages else x
@@ -301,3 +300,35 @@ def call_function(
     for found in traversal.collected.values():
         found[:] = map(apart, found)
     return pytree.map_leaves(apart, out)
+
+
+_DTYPES = re.compile(r"dtype|scalar type|data type|type .*should be the same", re.IGNORECASE)
+_HALF = (torch.bfloat16, torch.float16)
+
+
+def _add_hint(error: Exception, params: Sharded, inputs: Sequence[object]) -> None:
+    """Says what to write, on an error of torch's, if an input is a numpy array or of another device or dtype."""
+    if isinstance(error, KeyError):  # whose text is a key
+        return
+    names, leaves, _ = pytree.named_leaves(tuple(inputs))
+    arrays = [name for name, x in zip(names, leaves, strict=True) if isinstance(x, np.ndarray)]
+    text = str(error)
+    if arrays and "ndarray" in text:
+        error.add_note(f"Input {arrays[0]} is a numpy array, and params are tensors. Pass torch.as_tensor(x).")
+        return
+    here = params.device
+    computed = [group.row.policy.compute for group in params.layout.groups.values()]
+    for name, x in zip(names, leaves, strict=True):
+        if not isinstance(x, torch.Tensor):
+            continue
+        if x.device != here and "device" in text:
+            error.add_note(f"Input {name} is on {x.device}, and the params are on {here}. Pass x.to({str(here)!r}).")
+            return
+        if x.is_floating_point() and x.dtype not in computed and _DTYPES.search(text):
+            dtype = computed[0]
+            autocast = f", or replace compute= by fz.autocast(step, {dtype})" if dtype in _HALF else ""
+            error.add_note(
+                f"Input {name} is {x.dtype}, and the step computes with params in {dtype}. Cast the input: "
+                f"x.to({dtype}){autocast}."
+            )
+            return

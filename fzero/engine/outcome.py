@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import NoneType
 from typing import Any
 
@@ -38,6 +38,7 @@ class Outcome:
     outputs: Any
     aux: object
     collected: dict[str, list[torch.Tensor]]  # by fz.collect, detached
+    _pull: Callable[..., Any] | None  # by its graph
 
     def __init__(
         self, state: TrainState, inputs: Sequence[object], argnums: Collection[int] | None, scale: float, mask: Mask
@@ -68,13 +69,8 @@ class Outcome:
         }
         collected.clear()
 
-    def note_use(self, used: set[int]) -> None:
-        """Adds the leaves that it uses to a set, at once or in its pullback."""
-        raise NotImplementedError
-
     def is_used_up(self) -> bool:
-        """Tells whether its graph is gone."""
-        raise NotImplementedError
+        return self._pull is None
 
     def need_graph(self) -> None:
         """Refuses a forward that was pulled back already, or whose state is gone."""

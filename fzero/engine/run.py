@@ -20,11 +20,10 @@ from fzero.base.as_written import need_eager
 from fzero.base.follow import is_transformed
 from fzero.base.hooks import without_compiled_autograd
 from fzero.base.node import edges_to, gradients
-from fzero.base.products import Later
 from fzero.comm.axis import Axis
 from fzero.engine.delivery import Delivery
 from fzero.engine.function import call_function, traversal_of
-from fzero.engine.halves import Grad, apart_from, pull_first
+from fzero.engine.halves import Grad, Later, apart_from, pull_first
 from fzero.engine.outcome import Outcome, no_first_half, split_both, tensors_of
 from fzero.engine.outlets import alike
 from fzero.engine.traversal import Traversal
@@ -231,9 +230,6 @@ class Run(Outcome):
         for key, token in self.traversal.tokens.items():
             if token.grad_fn in nodes:
                 used.update(slot.leaf for slot in self.traversal.layout.groups[key].slots)
-
-    def is_used_up(self) -> bool:
-        return self._pull is None
 
     def pull_inputs(self, cotangent: object, retain_graph: bool = False) -> list[torch.Tensor | None]:
         """The cotangents of the flat inputs; those of the primals, or what is left to do for them, wait."""

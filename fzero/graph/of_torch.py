@@ -95,13 +95,9 @@ def decompositions(backend: str) -> Table:
     return {target: made for target, made in own if getattr(made, "__name__", "") != "inplace_op"}
 
 
-def _bernoulli(x: torch.Tensor, p: float) -> torch.Tensor:
+def bernoulli(x: torch.Tensor, p: float) -> torch.Tensor:
     """As the operator in place, which fills in the order of memory."""
     return torch.empty_like(x).bernoulli_(p)
-
-
-_bernoulli.tags = torch.ops.aten.bernoulli.p.tags  # type: ignore[attr-defined]
-_bernoulli._schema = torch.ops.aten.bernoulli.p._schema  # type: ignore[attr-defined]
 
 
 def draw_in_place(graph: torch.fx.Graph) -> None:
@@ -109,7 +105,7 @@ def draw_in_place(graph: torch.fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.bernoulli.p):
         source = node.args[0]
         if isinstance(source, torch.fx.Node) and source.target is torch.ops.aten.empty_like.default:
-            node.target = _bernoulli
+            node.target = bernoulli
 
 
 def by_inductor(module: torch.fx.GraphModule, given: Sequence[torch.Tensor]) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from fzero.base.operators import kind_of
 from fzero.base.pytree import is_real
 from fzero.base.refusals import place_of
 from fzero.graph import of_torch, operators
@@ -241,15 +242,8 @@ def _parted(
 
 def draws(node: Node) -> bool:
     """Tells whether an operator draws random numbers."""
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
-        return False
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    rate = "dropout_p" if "dropout_p" in names else None
-    if rate is None:
-        return True
-    place = names.index(rate)
-    given = node.args[place] if place < len(node.args) else node.kwargs.get(rate, 0.0)
-    return bool(given != 0.0)
+    own: Any = node.target
+    return own is of_torch.bernoulli or (callable(own) and kind_of(own).draws(node.args, node.kwargs))
 
 
 def checks(node: Node) -> bool:

@@ -18,7 +18,6 @@ from fzero.base.follow import is_transformed
 from fzero.engine.batch import Batch, Sums, as_grads, grads_of, sum_of
 from fzero.engine.function import sums_whole
 from fzero.engine.run import Run
-from fzero.optim.base import values
 from fzero.state.gather import squares_in
 from fzero.state.placing import placed
 from fzero.state.sharded import Sharded
@@ -27,7 +26,7 @@ from fzero.state.train_state import TrainState
 from fzero.stores.away import tensor_of
 from fzero.table.layout import Key
 from fzero.table.spec import Spec
-from fzero.update.update import Decision, Update, apply_update, is_finite
+from fzero.update.update import Decision, Update, apply_update, is_finite, with_kept
 
 
 class _Grads:
@@ -41,11 +40,8 @@ class _Grads:
         """The whole gradient of a group: this pullback's, earlier microbatches' and what the state keeps."""
         if key in self.earlier:
             shard = tensor_of(self.earlier[key]) + shard
-        grads = grads_of(self.step, self.state, as_grads(self.state.layout, {key: shard}), self.times)
-        kept = self.state.grads
-        if kept is None:
-            return grads
-        return values(grads).map(torch.add, values(kept.only([key])))
+        grads = as_grads(self.state.layout, {key: shard})
+        return with_kept(self.state, grads_of(self.step, self.state, grads, self.times))
 
     def measured(self, key: Key, shard: torch.Tensor) -> Sharded:
         """These grads, their squares noted for the norm."""
@@ -67,32 +63,10 @@ def fused_call(
     step: Spec, state: TrainState, inputs: Sequence[object], cotangent: object, rng: int
 ) -> tuple[TrainState, dict[str, object]]:
     """`step(state, *inputs)` of a step whose update is fused into its pullback."""
-    with state.donated() if step.donates else contextlib.nullcontext(state) as own:
-        return _fused(step, own, inputs, cotangent, rng)
-
-
-def fuses(step: Spec, state: TrainState) -> bool:
-    """Tells whether a call of this step updates inside its pullback."""
-    return step.fusion is not None and not is_transformed()
-
-
-def update_as_fused(
-    step: Spec, state: TrainState, grads: Sharded, loss: torch.Tensor | None
-) -> tuple[TrainState, dict[str, object]]:
-    """What `fused_call` makes of a state, with all of the gradients at once, and those that the state keeps in them."""
-    squares, taken = squares_in(grads), grads
-    if step.fused_norm == "once":
-        if loss is not None and not is_finite(loss):
-            return Decision(step, state, loss.double()).next_state(None)
-        taken = _finite_only(grads, squares[1])
-        squares = squares_in(taken)
-    return apply_update(dataclasses.replace(step, fusion=None), state, taken, None, squares)
-
-
-def _fused(
-    step: Spec, state: TrainState, inputs: Sequence[object], cotangent: object, rng: int
-) -> tuple[TrainState, dict[str, object]]:
-    with Update(step, state) as update:  # made before a run holds the buffers that it may overwrite
+    with (
+        state.donated() if step.donates else contextlib.nullcontext(state) as state,
+        Update(step, state) as update,  # made before a run holds the buffers that it may overwrite
+    ):
         batch, earlier = Batch(step, state, inputs, cotangent, rng, fused=True), None
         forwards = iter(batch)
         for _ in range(step.microbatches.count - 1):
@@ -114,6 +88,24 @@ def _fused(
         new, metrics = decision.next_state(update if decision.finite else None)
         new = batch.kept(new, metrics)
         return new, {**metrics, **loss, **batch.aux()}
+
+
+def fuses(step: Spec, state: TrainState) -> bool:
+    """Tells whether a call of this step updates inside its pullback."""
+    return step.fusion is not None and not is_transformed()
+
+
+def update_as_fused(
+    step: Spec, state: TrainState, grads: Sharded, loss: torch.Tensor | None
+) -> tuple[TrainState, dict[str, object]]:
+    """What `fused_call` makes of a state, with all of the gradients at once, and those that the state keeps in them."""
+    squares, taken = squares_in(grads), grads
+    if step.fused_norm == "once":
+        if loss is not None and not is_finite(loss):
+            return Decision(step, state, loss.double()).next_state(None)
+        taken = _finite_only(grads, squares[1])
+        squares = squares_in(taken)
+    return apply_update(dataclasses.replace(step, fusion=None), state, taken, None, squares)
 
 
 def _pulled(update: Update, run: Run, ct: object, grads: _Grads, loss: torch.Tensor | float) -> Decision:
@@ -146,16 +138,13 @@ def _pulled(update: Update, run: Run, ct: object, grads: _Grads, loss: torch.Ten
     def hold(key: Key, shard: torch.Tensor) -> None:
         held[key] = placed(grads.measured(key, shard), "grads")
 
-    def apply_held(keys: Sequence[Key], following: Sequence[Key]) -> None:
-        parts = [held.pop(key) for key in keys]
-        buffers = {name: x for part in parts for name, x in part.entries.items()}
-        update.apply(keys, parts[0].with_buffers(buffers), decision.extra, following)
-
     run.pull(ct, receive=hold)
     decision = Decision(step, state, grads.norm(), None, grads.squares)
     parts = [[key] for key in held] if step.optimizer.by_group else [list(held)]
     for keys, following in itertools.pairwise((*parts, [])) if decision.finite else ():
-        apply_held(keys, following)
+        own = [held.pop(key) for key in keys]
+        buffers = {name: x for part in own for name, x in part.entries.items()}
+        update.apply(keys, own[0].with_buffers(buffers), decision.extra, following)
     return decision
 
 

@@ -58,7 +58,7 @@ def apply_update(
 
 def with_kept(state: TrainState, grads: Sharded) -> Sharded:
     """These grads and those that the state keeps."""
-    return grads if state.grads is None else values(grads).map(torch.add, values(state.grads))
+    return grads if state.grads is None else values(grads).map(torch.add, values(state.grads.only(grads.groups)))
 
 
 def _applied(

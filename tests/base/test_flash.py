@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from unittest import mock
 
 import torch
 from hypothesis import given
@@ -50,11 +49,3 @@ def test_equals_the_formula(sizes: tuple[int, ...], causal: bool, strided: bool,
     tolerance = {F64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 0.1}[dtype]
     found = [x.to(F64) for x in (out, logarithms, *pulled)]
     assert_trees_close(found, [expected, sums, *by], rtol=tolerance, atol=tolerance)
-
-
-def test_heads_that_share_keys_have_a_kernel_where_it_takes_them() -> None:
-    q, v = torch.ones(1, 4, 2, 8), torch.ones(1, 2, 2, 8)
-    with mock.patch.object(flash, "_takes_groups", lambda: False):
-        assert [flash.has_kernel(q, x, 1.0) for x in (v, v[:, 0], q)] == [False, False, True]
-        assert flash.has_kernel(q[:, :1], v[:, 0], 1.0)
-    assert flash.has_kernel(q, v, 1.0) == flash._takes_groups()

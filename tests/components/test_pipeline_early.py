@@ -11,8 +11,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import fzero as fz
-from fzero.base.products import Product
 from fzero.components.line import Messages
+from fzero.engine.halves import Product
 from fzero.testing import run_ranks
 
 

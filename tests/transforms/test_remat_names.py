@@ -409,6 +409,26 @@ def test_only_what_is_needed_runs_again() -> None:
     assert recomputed((("first", "second"), ())) == (33, 3, 6 + 2)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_without_dropout_does_not_run_again(causal: bool) -> None:
+    """Which may draw random numbers; a mode is not shown arguments that have their defaults."""
+
+    @fz.unit
+    def block(p: Params, x: torch.Tensor) -> torch.Tensor:
+        q = x @ p["w"]
+        return torch.tanh(fz.name(F.scaled_dot_product_attention(q, q, q, is_causal=causal), "seen"))
+
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        return block(params["blocks"][0], x).sum()
+
+    step = fz.remat(fz.train_step(loss, fz.sgd(0.1)), save=("seen",))
+    state, x = step.init({"blocks": params_of(1)["blocks"]}), torch.randn(1, 2, 5, D, dtype=F64)
+    state, _ = step(state, x)
+    with Count() as count:
+        step(state, x)
+    assert count.calls.count("aten::_scaled_dot_product_flash_attention_for_cpu") == 1
+
+
 def test_names_stand_in_the_table_and_the_rule() -> None:
     step = fz.remat(fz.train_step(lambda p, x: x, fz.sgd(0.1)), "blocks.*", ("a",), ("b",))
     assert "remat(pattern='blocks.*', save=('a',), offload=('b',))" in str(step)

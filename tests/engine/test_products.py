@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fzero.base import products
 from fzero.base.hooks import is_hooked
-from fzero.base.products import Later
+from fzero.engine import halves as products
+from fzero.engine.halves import Later
 from fzero.testing import assert_trees_equal
 
 
