@@ -74,7 +74,8 @@ class Regions:
         return [like(x.meta["val"]) for x in result_of(self.traced[region].forward)]
 
     def pulled(self, region: int) -> list[torch.Tensor]:
-        return [like(x.meta["val"]) for x in result_of(self.traced[region].pullback) if x is not None]
+        """Nothing stands in the places of cotangents that are not there."""
+        return [torch.empty(0) if x is None else like(x.meta["val"]) for x in result_of(self.traced[region].pullback)]
 
     def call_region(
         self, number: int, wanted: Sequence[int], operands: Sequence[torch.Tensor]
@@ -116,10 +117,10 @@ class _Called(torch.autograd.Function):
             torch.zeros(shape, dtype=dtype, device=device) if x is None else x.contiguous()
             for x, (shape, dtype, device) in zip([cotangents[i] for i in traced.real], ctx.metas, strict=True)
         ]
-        found = iter(operators.PULL([*ctx.saved_tensors, *given], ctx.number))
+        found = operators.PULL([*ctx.saved_tensors, *given], ctx.number)
         out: list[torch.Tensor | None] = [None] * ctx.count
-        for i, reached in zip(ctx.wanted, traced.reached, strict=True):
-            out[i] = next(found) if reached else None
+        for i, reached, own in zip(ctx.wanted, traced.reached, found, strict=True):
+            out[i] = own if reached else None
         return None, None, None, *out
 
     @staticmethod

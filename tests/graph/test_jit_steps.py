@@ -97,6 +97,23 @@ def test_modules_of_one_class_that_compute_differently() -> None:
     compare(lambda p, x: apply(p, x).square().mean(), params)
 
 
+@pytest.mark.parametrize("used", [*itertools.product((False, True), repeat=3)])
+def test_a_unit_that_leaves_operands_unused(used: tuple[bool, ...]) -> None:
+    @fz.unit
+    def some(p: Any, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        return sum([a * own for a, own, takes in zip((2, 3, 5), (p["w"][0], x, y), used, strict=True) if takes], z)
+
+    step = fz.train_step(lambda p, x, y, z: some(p["blocks"][0], x, y, z) * p["s"], fz.adamw(1e-2))
+    results = []
+    for each in (step, jit(step)):
+        state = each.init(PARAMS)
+        for _ in range(2):  # the first one is without a graph
+            out, pullback = each.vjp(state, *[drawn(3, 4, seed=i) for i in range(3)])
+            grads, cotangents = pullback(drawn(3, 4, seed=3))
+        results.append((out, fz.gather(grads), cotangents))
+    assert_trees_equal(*results)
+
+
 def test_autocast_around_one_of_two_units() -> None:
     def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
         x = unit(p["blocks"][0], x)
