@@ -113,14 +113,12 @@ def total(axis: Axis, x: torch.Tensor, tag: Hashable) -> torch.Tensor:
         traced = graph.get()
         like = [torch.empty_like(x, memory_format=torch.contiguous_format)]
         return (start([x]) if traced is None else traced.begin(start, [x], like))()[0]
-    flat = x.reshape(-1)
-    if axis.size == 2 or flat.numel() < SMALL:
-        return _sum(exchange(axis, [flat] * axis.size, [flat.shape] * axis.size, tag)).view(x.shape)
-    pieces = flat.tensor_split(axis.size)
-    own = pieces[axis.rank]
-    mine = _sum(exchange(axis, pieces, [own.shape] * axis.size, tag))
-    parts = exchange(axis, [mine] * axis.size, [piece.shape for piece in pieces], tag)
-    return torch.cat(parts).view(x.shape)
+    if axis.size == 2 or x.numel() < SMALL:
+        return _sum(exchange(axis, [x] * axis.size, [x.shape] * axis.size, tag))
+    pieces = x.reshape(-1).tensor_split(axis.size)
+    mine = _sum(exchange(axis, pieces, [pieces[axis.rank].shape] * axis.size, tag))
+    whole = x.new_empty(x.shape)
+    return fill(axis, whole, [mine] * axis.size, whole.view(-1).tensor_split(axis.size), tag)
 
 
 def most(axis: Axis, numbers: Sequence[int], tag: Hashable) -> list[int]:
@@ -136,7 +134,7 @@ def scattered(axis: Axis, x: torch.Tensor, dim: int, sizes: Sequence[int], tag: 
     """This rank's piece along `dim` of the sum over the ranks, added in rank order."""
     pieces = x.split(list(sizes), dim)
     shape, tag = pieces[axis.rank].shape, f"{tag} of {tuple(x.shape)} cut into {list(sizes)} along dim {dim}"
-    return _sum(exchange(axis, pieces, [shape] * axis.size, tag)).view(shape)
+    return _sum(exchange(axis, pieces, [shape] * axis.size, tag))
 
 
 def gathered(axis: Axis, x: torch.Tensor, dim: int, sizes: Sequence[int], tag: Hashable) -> torch.Tensor:

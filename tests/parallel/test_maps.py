@@ -61,7 +61,7 @@ def programs(draw: st.DrawFn, most: int = 6) -> Program:
         return [b - a for a, b in zip([0, *ends], [*ends, size], strict=True)]
 
     for _ in range(draw(st.integers(1, most))):
-        names = ["each"] + (["copy", "split"] if invariant else ["gather"])
+        names = ["each"] + (["copy", "split"] if invariant else ["gather"]) + (["double_"] if instructions else [])
         uneven = next((dim for dim, own in enumerate(dims) if len(set(own)) > 1), None)
         if not invariant:
             names += ["all_to_all"] + (["sum", "reduce_scatter", "ring_shift"] if uneven is None else [])
@@ -89,7 +89,7 @@ def programs(draw: st.DrawFn, most: int = 6) -> Program:
         elif name == "each":
             arguments["alike"] = invariant
         assume(max(sum(own) for own in dims) < 40)
-        invariant = name in ("sum", "gather") or (invariant and name == "each")
+        invariant = name in ("sum", "gather") or (invariant and name in ("each", "double_"))
         instructions.append(Instruction(name, arguments))
     return Program(world, shapes, begins, instructions, invariant, draw(st.integers(0, 2**31)))
 
@@ -107,6 +107,8 @@ def run(program: Program, ax: Axis, x: torch.Tensor) -> torch.Tensor:
     for name, arguments in program.instructions:
         if name == "each":
             x = each(x, 0 if arguments["alike"] else ax.rank)
+        elif name == "double_":
+            x = x.mul_(2)  # what the instruction before has made
         else:
             x = getattr(fz.parallel, name)(x, ax=ax, **arguments)
     return x
@@ -138,6 +140,7 @@ def _exchanged(ranks: Ranks, split: int, concat: int, sizes: Sequence[int] | Non
 
 _IN_ONE: dict[str, Callable[..., Ranks]] = {
     "each": lambda ranks, alike: [each(x, 0 if alike else rank) for rank, x in enumerate(ranks)],
+    "double_": lambda ranks: [2 * x for x in ranks],
     "copy": lambda ranks: ranks,
     "sum": _summed,
     "gather": lambda ranks, dim, sizes: [torch.cat(ranks, dim)] * len(ranks),
@@ -335,8 +338,8 @@ def test_values_of_other_dtypes(program: Program, dtype: torch.dtype, strided: b
     assert_trees_equal(run_ranks(rank_main, program.world), run_in_one(program, inputs))
 
 
-@given(program=programs(4), averages=st.booleans())
-def test_inside_a_step(program: Program, averages: bool) -> None:
+@given(program=programs(4), averages=st.booleans(), in_unit=st.booleans())
+def test_inside_a_step(program: Program, averages: bool, in_unit: bool) -> None:
     """A step that takes means over the ranks says so by itself; one over other ranks does not."""
     assume(not program.invariant and all(map(torch.Size.numel, map(torch.Size, program.shapes))))
     case = Case(program, averages and program.world > 1)
@@ -347,11 +350,15 @@ def test_inside_a_step(program: Program, averages: bool) -> None:
         mesh = torch.distributed.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
         ax = fz.parallel.axis(mesh, "dp" if averages else "tp")
 
-        def loss(params: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-            return (run(program, ax, x * params["w"]) * weights[rank]).sum()
+        def block(p: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+            return run(program, ax, x * p["w"])
 
-        step = fz.shard_zero2(fz.train_step(loss, fz.sgd(0.1)), mesh=mesh, axis="dp")
-        state = step.init({"w": torch.tensor(1.5, dtype=F64)})
+        def loss(params: list[dict[str, torch.Tensor]], x: torch.Tensor) -> torch.Tensor:
+            return ((fz.unit(block) if in_unit else block)(params[0], x) * weights[rank]).sum()
+
+        step = fz.train_step(loss, fz.sgd(0.1), units=None if in_unit else [])
+        step = fz.shard_zero2(step, mesh=mesh, axis="dp")
+        state = step.init([{"w": torch.tensor(1.5, dtype=F64)}])
         value, pullback = step.vjp(state, case.inputs()[rank])
         return value, pullback(torch.ones((), dtype=F64))[1]
 
