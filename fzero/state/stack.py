@@ -161,7 +161,8 @@ def _shared(state: TrainState) -> Iterator[tuple[str, object]]:
             yield f"the scale of state.{name}", item.scale
             yield f"the buffers of state.{name}", [[*map(str, own)] for own in (item.entries, item.held_entries)]
         for entry, x, _ in _tensors(item):
-            yield f"state.{name}{entry}", f"on {x.device} {named(x)}"
+            shape = tuple(x.shape) if isinstance(x, torch.Tensor) else (x.numel(),)  # wherever it lies
+            yield f"state.{name}{entry}", f"on {x.device} a tensor of shape {shape} and dtype {x.dtype}"
 
 
 def _in_words(item: object) -> object:

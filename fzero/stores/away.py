@@ -44,13 +44,17 @@ class Away:
         """Raises what keeps it from getting to its store, of which its values do not depend."""
 
     def start_read(self, target: torch.Tensor | None = None) -> Wait:
-        """Begins to copy it to the device, into `target` where there is one; the result waits, and returns the copy."""
-        with noting():
+        """Begins to copy it to the device, into `target` where there is one; the result waits, and returns the copy.
+
+        Transforms of torch.func take it for a constant; new memory would be out of reach on their levels.
+        """
+        with noting(), private.below_transforms():
             self._refuse_writes()
             wait = self._start_read(target)
 
         def arrived() -> torch.Tensor:
-            with noting():  # or an `except` of the function that runs could take it, and go on without the values
+            # noting: or an `except` of the function that runs could take it, and go on without the values
+            with noting(), private.below_transforms():
                 return wait()
 
         return arrived

@@ -159,7 +159,8 @@ class DiskBuffer(Away):
     @staticmethod
     def of(tensor: torch.Tensor, disk: Disk, device: torch.device, what: str, over: File | None = None) -> DiskBuffer:
         """The values of a tensor, to which nobody writes any more, on their way to a file."""
-        source = tensor.detach()
+        with private.below_transforms():  # on a level of torch.func a view has no memory of its own
+            source = tensor.detach()
         if source.device.type != "cpu":
             source = aligned(source.numel(), source.dtype).copy_(source)
         file = folder_of(disk, backend.run_id).start_write(source.contiguous(), what, disk, over)
@@ -229,5 +230,6 @@ def put(memory: Memory, tensor: torch.Tensor, device: torch.device, what: str, s
 
 
 def put_again(buffer: Buffer, tensor: torch.Tensor) -> Buffer:
-    """Another value where a buffer lies."""
-    return buffer.again(tensor, opened=False, takes=False) if isinstance(buffer, Away) else tensor
+    """Another value where a buffer lies; one that a transform goes on through stays where it is, as in `put`."""
+    away = isinstance(buffer, Away) and not follows(tensor)
+    return buffer.again(tensor, opened=False, takes=False) if away else tensor

@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -542,18 +543,25 @@ def test_what_gather_is_asked_for_that_is_not_there() -> None:
     run_ranks(rank_main, 2)
 
 
+@pytest.mark.parametrize("memory", [None, "host", "disk"])
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_a_derivative_goes_through_a_scatter(stage: int) -> None:
-    """A step's loss at full params that a transform differentiates."""
+def test_a_derivative_goes_through_a_scatter(stage: int, memory: str | None, tmp_path: Path) -> None:
+    """A step's loss at full params that a transform differentiates, wherever the state's own lie."""
     x = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
     def rank_main(rank: int) -> None:
         step, state = _state(stage)
         double = tree_map(torch.Tensor.double, fz.gather(state.params))
+        if memory is not None:
+            step = fz.offload(step, params=fz.Disk(tmp_path) if memory == "disk" else memory)
         state = step.init(double)
         at = lambda w: step.forward(state.replace(params={"blocks.0.w": w, "bias": double["bias"]}), x)
         plain = lambda w: _frozen_loss({**double, "blocks": [{"w": w}]}, x)
         w = double["blocks"][0]["w"]
-        assert_trees_close(torch.func.grad(at)(w), torch.func.grad(plain)(w), rtol=1e-10, atol=1e-12)
+        if memory == "disk":
+            with pytest.raises(TypeError, match=r"lie on a disk \(fz\.offload\), which has no derivative"):
+                torch.func.grad(at)(w)
+        else:
+            assert_trees_close(torch.func.grad(at)(w), torch.func.grad(plain)(w), rtol=1e-10, atol=1e-12)
 
     run_ranks(rank_main, 2 if stage else 1)

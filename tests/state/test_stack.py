@@ -124,6 +124,9 @@ def test_files_on_a_disk_are_read_and_written(tmp_path: Path) -> None:
     assert all(state.params.away and state.moments.mu.away for state in back)
     for found, want in zip(back, states, strict=True):
         same(found, want)
+    mapped = pytree.map(torch.clone, states[1])  # lies on the device, until its next update
+    for found, want in zip(fz.unstack(fz.stack([states[0], mapped])), states, strict=True):
+        same(found, want)
 
 
 def test_stacks_are_stacked() -> None:

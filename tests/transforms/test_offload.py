@@ -172,7 +172,7 @@ def test_a_state_is_a_value_wherever_it_lies(memory: Any) -> None:
 
     loss, params = wide()
     plain = fz.train_step(loss, fz.adamw(1e-2))
-    step, x = fz.offload(plain, params=memory, moments=memory), torch.ones(2, 64)
+    step, x = fz.offload(plain, params=memory, grads=memory, moments=memory), torch.ones(2, 64)
     first = step.init(params)
     second, _ = step(first, x)
     third, _ = step(second, x)
@@ -191,6 +191,13 @@ def test_a_state_is_a_value_wherever_it_lies(memory: Any) -> None:
         assert all(isinstance(x, Away) for x in new.params.entries.values()), "they go back at the next update"
         assert_trees_equal(fz.gather(new.params), want)
     assert_trees_equal(pickle.loads(pickle.dumps(fz.gather(third.params))), fz.gather(third.params))
+
+    def constant(t: torch.Tensor, state: Any = third, grads: Any = fz.gather(third.params)) -> torch.Tensor:
+        new, _ = step.update(state, grads)  # takes grads to the memory, and states from it
+        return t * sum(leaf.double().sum() for leaf in (*optree.tree_leaves(state), *optree.tree_leaves(new)))
+
+    one = torch.ones((), dtype=F64)
+    assert_trees_equal(torch.func.grad(constant)(one), constant(one))
     donating = fz.donate(step)
     new, _ = donating(third, x)
     assert_trees_equal(fz.gather(new.params), want)
