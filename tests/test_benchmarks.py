@@ -32,14 +32,14 @@ def run(script: str, *arguments: str) -> str:
     return done.stdout
 
 
-@in_turns(3, "examples as programs")
+@in_turns(5, "examples as programs")
 def test_step() -> None:
     out = run("step.py", *TINY, "--blocks", "2", "--no-memory", "--only", "DDP", "fzero ZeRO-2", "fzero ZeRO-3")
     assert "losses agree" in out
     assert "fzero ZeRO-2 of DDP" in out
 
 
-@in_turns(3, "processes that start slowly")
+@in_turns(10, "interpreters of their own")
 def test_resident(tmp_path: Path) -> None:
     # not forked from the tests' process, whose pages a rank would have to make its own
     command = [sys.executable, str(FOLDER / "resident.py"), str(tmp_path), *"--batch 1 --context 16".split()]

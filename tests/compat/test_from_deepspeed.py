@@ -912,7 +912,7 @@ def test_the_command_says_what_is_refused(tmp_path: Path, capsys: pytest.Capture
             command.main([str(tmp_path / "ds_config.json"), *wrong])
 
 
-@in_turns(5, "interpreters of their own")
+@in_turns(10, "interpreters of their own")
 def test_the_command_runs_without_a_warning(tmp_path: Path) -> None:
     (tmp_path / "ds_config.json").write_text(json.dumps(BASE))
     run = [

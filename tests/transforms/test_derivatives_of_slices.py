@@ -116,7 +116,7 @@ common = {
 }
 
 
-@in_turns(2, "derivatives of slices")
+@in_turns(3, "derivatives of slices")
 @pytest.mark.usefixtures("hazards")
 @by_day(6)
 @given(layers=functions.drawn_layers, **common)
@@ -129,7 +129,7 @@ def test_functions(layers: Any, sizes: tuple[int, int], stage: int, others: tupl
     check(functools.partial(function_of, layers=layers, count=sizes[0]), sizes, transform, True)
 
 
-@in_turns(2, "derivatives of slices")
+@in_turns(3, "derivatives of slices")
 @pytest.mark.usefixtures("hazards")
 @by_day(5)
 @given(
@@ -201,7 +201,7 @@ def whole_run(
     return whole_runs.TRANSFORMS[name](run, (params, *whole_runs.NUMBERS))
 
 
-@in_turns(2, "derivatives of slices")
+@in_turns(3, "derivatives of slices")
 @pytest.mark.usefixtures("hazards")
 @by_day(6)
 @given(
