@@ -57,10 +57,7 @@ AT_LENGTH: Sequence[tuple[Sequence[str], Sequence[str]]] = [
     (["overhead.py", *TINY, "--blocks", "2"], ["a unit adds"]),
     ([*"update.py --log2 16 --only compact16".split(), "bf16, nearest"], ["compiled by"]),
     ([*"update.py --eager --log2 16 --only compact16".split(), "bf16, nearest"], ["no C++ compiler"]),
-    (
-        f"muon.py {SMALL} --blocks 1 --batch 2 --context 8 --rounds 1 --steps 1".split(),
-        ["muon / (adamw + alone)"],
-    ),
+    (f"muon.py {SMALL} --blocks 1 --batch 2 --context 8 --rounds 1 --steps 1".split(), ["muon / (adamw + alone)"]),
     ("channels.py --mib 1 --rounds 1 --trips 10".split(), ["round trip by a unix socket", "round trip by TCP"]),
     (
         "disk.py {folder} --mib 8 --tensors 4 --in-flight 2 --turns 1 --verify".split(),

@@ -163,9 +163,7 @@ def test_ctrl_c_keeps_what_was_trained(
     assert fz.load_extra(max((tmp_path / "checkpoints").iterdir()) / "text")["losses"] == losses_of(tmp_path)
 
 
-def test_bad_options_are_named(
-    example: Any, threads: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_options_are_named(example: Any, threads: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for options, named in (
         ("--heads 3", "--heads"),
         ("--width 30", "--width"),

@@ -15,9 +15,7 @@ import fzero as fz
 from fzero.testing import run_ranks
 
 # torch's own, as it traces
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
-]
+pytestmark = [pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")]
 eval_frame = pytest.importorskip("torch._dynamo.eval_frame")
 
 

@@ -11,18 +11,7 @@ import scenarios
 import torch
 import torch.nn.functional as F
 from backwards import with_backward
-from halved import (
-    F64,
-    FUNCTIONS,
-    SHARDS,
-    Layers,
-    checkpointed,
-    compare,
-    cotangents_of,
-    normed,
-    over_blocks,
-    params_of,
-)
+from halved import F64, FUNCTIONS, SHARDS, Layers, checkpointed, compare, cotangents_of, normed, over_blocks, params_of
 from hypothesis import given
 from hypothesis import strategies as st
 from nightly import by_turns, in_turns

@@ -438,9 +438,7 @@ def wait_for(path: Path, lines: int) -> None:
 
 @in_turns(10, "interpreters of their own")
 @needs_compiler
-def test_two_processes_build_at_once(
-    home: Path, quick: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_processes_build_at_once(home: Path, quick: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither sees the other's in the making; one library is left, which a third finds."""
     log = tmp_path / "log"
     meet = f'while [ "$(wc -l < {log})" -lt 2 ]; do sleep 0.05; done'

@@ -524,10 +524,7 @@ REFUSED = {
     "native": (Called("native"), r"without a layer calls 'native_batch_norm' in training.*line \d+\)"),
     "operator": (Called("operator"), r"without a layer calls 'native_batch_norm.* in training"),
     "by hand": (Twice(ByHand), r"batch norm 'blocks\.0\.1', a ByHand in training, calls neither"),
-    "checkpoint": (
-        Twice(Again),
-        r"batch norm 'blocks\.0\.1\.norm', over all ranks, runs inside torch\.utils",
-    ),
+    "checkpoint": (Twice(Again), r"batch norm 'blocks\.0\.1\.norm', over all ranks, runs inside torch\.utils"),
 }
 
 

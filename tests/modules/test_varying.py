@@ -687,10 +687,7 @@ def test_what_units_do_to_their_arguments(code: Any) -> None:
     x = torch.randn(2, 5, WIDTH, dtype=F64)
     loss = lambda p: apply(p, x * 1).square().mean()
     run = functools.partial(tensor_vjps, loss, params, PLAN, zero3=True, sequence=True)
-    refused = {
-        writes: "writes to an input in place",
-        sets: "sets an attribute on a tensor|with an attribute 'scale'",
-    }
+    refused = {writes: "writes to an input in place", sets: "sets an attribute on a tensor|with an attribute 'scale'"}
     if code in refused:
         with pytest.raises(RankError, match=refused[code]):
             run()

@@ -99,10 +99,7 @@ CASES: dict[str, chains.Spec] = {
     "a norm in a nested chain": ("chain", (VALUE, ("chain", (NORM, SGD)))),
     "a norm at the end of a nested chain": ("chain", (("chain", (VALUE, NORM)), SGD)),
     "two norms": ("chain", (("by_norm", 0.02), NORM, SGD)),
-    "a norm in a chain in a partition": (
-        "partition",
-        (("*b", SGD), ("*", ("chain", (VALUE, NORM, SGD)))),
-    ),
+    "a norm in a chain in a partition": ("partition", (("*b", SGD), ("*", ("chain", (VALUE, NORM, SGD))))),
     "a partition with a norm in a chain": (
         "chain",
         (VALUE, ("partition", (("*b", ("chain", (NORM, SGD))), ("*", SGD)))),

@@ -44,10 +44,7 @@ def begun(params: Any) -> Any:
     return optree.tree_map(torch.zeros_like, params), torch.zeros(())
 
 
-IN_PLACE = {
-    "tree_map": elementwise(begun, by_tree_map),
-    "whole leaves": fz.GradientTransformation(begun, by_tree_map),
-}
+IN_PLACE = {"tree_map": elementwise(begun, by_tree_map), "whole leaves": fz.GradientTransformation(begun, by_tree_map)}
 
 
 def plain(steps: int) -> Any:

@@ -150,10 +150,7 @@ def grown_by_torch(world: int, sizes: tuple[int, int, int], steps: int) -> dict[
             for name, x in leaves.items():
                 own = optimizer.state[x]
                 pad = (lambda t: t) if name == "w" else lambda t: F.pad(t, (0, 0, 0, more))
-                other.state[grown[name]] = {
-                    "step": own["step"],
-                    **{k: pad(own[k]) for k in ("exp_avg", "exp_avg_sq")},
-                }
+                other.state[grown[name]] = {"step": own["step"], **{k: pad(own[k]) for k in ("exp_avg", "exp_avg_sq")}}
             leaves, optimizer = grown, other
         optimizer.zero_grad()
         p = {"embed": leaves["embed"], "blocks": [{"w": leaves["w"]}], "head": leaves["head"]}

@@ -132,12 +132,7 @@ def test_functions(layers: Any, sizes: tuple[int, int], stage: int, others: tupl
 @in_turns(3, "derivatives of slices")
 @pytest.mark.usefixtures("hazards")
 @by_day(5)
-@given(
-    blocks=zoo.drawn_blocks,
-    tied=st.booleans(),
-    sequence=st.booleans(),
-    **common,
-)
+@given(blocks=zoo.drawn_blocks, tied=st.booleans(), sequence=st.booleans(), **common)
 def test_modules(
     blocks: Blocks, tied: bool, sequence: bool, sizes: tuple[int, int], stage: int, others: tuple[str, ...]
 ) -> None:

@@ -16,12 +16,8 @@ X = torch.linspace(-1, 1, 24, dtype=F64).view(6, 4)
 STEPS: list[Any] = [
     lambda fn: fz.shard_zero1(fz.train_step(fn, fz.sgd(0.1))),
     lambda fn: fz.shard_zero2(fz.train_step(fn, fz.adamw(0.1))),
-    lambda fn: fz.shard_zero3(
-        fz.train_step(fn, fz.partition({"w": fz.muon(0.1), "*": fz.sgd(0.1)}))
-    ),
-    lambda fn: fz.shard_zero3(
-        fz.train_step(fn, fz.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9))
-    ),
+    lambda fn: fz.shard_zero3(fz.train_step(fn, fz.partition({"w": fz.muon(0.1), "*": fz.sgd(0.1)}))),
+    lambda fn: fz.shard_zero3(fz.train_step(fn, fz.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9))),
 ]
 
 
