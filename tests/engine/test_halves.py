@@ -246,7 +246,7 @@ def on_processes(rank: int) -> None:
             compare(fz.accumulate(shard(fz.train_step(FUNCTIONS[name], fz.sgd(0.1))), 2), params_of(), [x])
 
 
-@in_turns(5, "on processes, as on threads")
+@in_turns(8, "on processes, as on threads")
 def test_on_gloo_processes() -> None:
     run_ranks(on_processes, 2, backend="processes")
 

@@ -160,7 +160,7 @@ def on_process(world: int, rank: int) -> Any:
     return [on_rank(*case, world, None, rank) for case in cases]
 
 
-@in_turns(5, "on processes, as on threads")
+@in_turns(8, "on processes, as on threads")
 @pytest.mark.parametrize("world", [2, 3, 4] if NIGHTLY else [3])
 def test_whole_leaves_on_real_processes(world: int) -> None:
     wanted = [expected(spec, world) for spec in WHOLE.values()]

@@ -295,7 +295,7 @@ def everything(rank: int) -> None:
     full_grads(rank, 3, 2, "left out", True, True)
 
 
-@in_turns(5, "on processes, as on threads")
+@in_turns(8, "on processes, as on threads")
 def test_on_processes() -> None:
     run_ranks(everything, 2, backend="processes")
 

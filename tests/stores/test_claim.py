@@ -69,6 +69,7 @@ def said_by(process: subprocess.Popen[str]) -> Path:
     return Path(process.stdout.readline().strip())
 
 
+@in_turns(10, "interpreters of their own")
 def test_another_run_is_refused_while_it_lives(tmp_path: Path, start: Start) -> None:
     process = start("theirs")
     subfolder = said_by(process)

@@ -142,7 +142,7 @@ def test_modules(
     check(functools.partial(module_of, blocks=blocks, tied=tied, count=sizes[0]), sizes, transform, True)
 
 
-@in_turns(5, "on processes, as on threads")
+@in_turns(8, "on processes, as on threads")
 def test_on_real_processes() -> None:
     blocks = (("Attention", 1, True), ("Fused", 3, False))
     plan = {**zoo.made(blocks, True).plan([True] * 2), "embedding": "vocabulary"}
