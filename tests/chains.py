@@ -30,9 +30,7 @@ elementwise = functools.partial(fz.GradientTransformation, elementwise=True)
 
 
 def my_scale(factor: float) -> fz.GradientTransformation:
-    return elementwise(
-        lambda params: (), lambda u, state, params: (optree.tree_map(lambda x: x * factor, u), state)
-    )
+    return elementwise(lambda params: (), lambda u, state, params: (optree.tree_map(lambda x: x * factor, u), state))
 
 
 def my_trace(decay: float) -> fz.GradientTransformation:

@@ -48,9 +48,7 @@ def expected(scenario: str, world: int) -> Any:
     return adamw_steps(loss, params, batches(world), STEPS, max_norm=0.5)
 
 
-def check(
-    scenario: str, chosen: Any, world: int, device: str = "cpu", rtol: float = 1e-10, **run: Any
-) -> None:
+def check(scenario: str, chosen: Any, world: int, device: str = "cpu", rtol: float = 1e-10, **run: Any) -> None:
     fn = functools.partial(train, scenario=scenario, chosen=chosen, world=world, device=device)
     params, losses, norms = expected(scenario, world)
     for got in run_ranks(fn, world, **run):

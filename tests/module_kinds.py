@@ -299,7 +299,6 @@ class Equilibrium(nn.Module):
         return self.head(x)
 
 
-
 # ---- all of them
 
 

@@ -88,10 +88,7 @@ def _one(kind: Any, **options: Any) -> Callable[[dict[str, torch.Tensor]], torch
 # name -> the optimizer, and torch's by the params
 OPTIMIZERS: dict[str, tuple[fz.GradientTransformation, Callable[..., torch.optim.Optimizer]]] = {
     "adamw": (fz.adamw(rate, weight_decay=0.1), _one(torch.optim.AdamW, weight_decay=0.1)),
-    "amsgrad": (
-        fz.adam(rate, weight_decay=0.1, amsgrad=True),
-        _one(torch.optim.Adam, weight_decay=0.1, amsgrad=True),
-    ),
+    "amsgrad": (fz.adam(rate, weight_decay=0.1, amsgrad=True), _one(torch.optim.Adam, weight_decay=0.1, amsgrad=True)),
     "partition": (
         fz.partition({"*.b": fz.adamw(rate, weight_decay=0.0), "*": fz.adamw(rate, weight_decay=0.3)}),
         _decays,

@@ -32,14 +32,14 @@ def run(script: str, *arguments: str) -> str:
     return done.stdout
 
 
-@in_turns(3, "examples as programs")
+@in_turns(5, "examples as programs")
 def test_step() -> None:
     out = run("step.py", *TINY, "--blocks", "2", "--no-memory", "--only", "DDP", "fzero ZeRO-2", "fzero ZeRO-3")
     assert "losses agree" in out
     assert "fzero ZeRO-2 of DDP" in out
 
 
-@in_turns(3, "processes that start slowly")
+@in_turns(10, "interpreters of their own")
 def test_resident(tmp_path: Path) -> None:
     # not forked from the tests' process, whose pages a rank would have to make its own
     command = [sys.executable, str(FOLDER / "resident.py"), str(tmp_path), *"--batch 1 --context 16".split()]
@@ -57,10 +57,7 @@ AT_LENGTH: Sequence[tuple[Sequence[str], Sequence[str]]] = [
     (["overhead.py", *TINY, "--blocks", "2"], ["a unit adds"]),
     ([*"update.py --log2 16 --only compact16".split(), "bf16, nearest"], ["compiled by"]),
     ([*"update.py --eager --log2 16 --only compact16".split(), "bf16, nearest"], ["no C++ compiler"]),
-    (
-        f"muon.py {SMALL} --blocks 1 --batch 2 --context 8 --rounds 1 --steps 1".split(),
-        ["muon / (adamw + alone)"],
-    ),
+    (f"muon.py {SMALL} --blocks 1 --batch 2 --context 8 --rounds 1 --steps 1".split(), ["muon / (adamw + alone)"]),
     ("channels.py --mib 1 --rounds 1 --trips 10".split(), ["round trip by a unix socket", "round trip by TCP"]),
     (
         "disk.py {folder} --mib 8 --tensors 4 --in-flight 2 --turns 1 --verify".split(),

@@ -36,8 +36,7 @@ def test_drawn_transforms(scenario: str, chosen: Any, world: int) -> None:
 
 
 @given(
-    scenario=st.sampled_from(sorted(SCENARIOS)),
-    chosen=strategies.transforms(stages=(0,), patterns=scenarios.BLOCKS),
+    scenario=st.sampled_from(sorted(SCENARIOS)), chosen=strategies.transforms(stages=(0,), patterns=scenarios.BLOCKS)
 )
 def test_drawn_transforms_unsharded(scenario: str, chosen: Any) -> None:
     check(scenario, chosen, 1)

@@ -44,7 +44,7 @@ def test_drawn_programs_are_equal_to_plain_torch_or_refused(program: Program) ->
     check(program, run(program))
 
 
-@in_turns(5, "on processes, as on threads")
+@in_turns(8, "on processes, as on threads")
 @pytest.mark.parametrize("world", [2, 3])
 def test_drawn_programs_on_processes(world: int) -> None:
     """One job with many programs, as starting costs seconds; `make soak` runs many more. Threads see the same."""

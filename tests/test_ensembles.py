@@ -108,10 +108,7 @@ def test_every_verb(chosen: Any, world: int, optimizer: str, data: str) -> None:
         dims: Any = {"each its own": (0, 0, 0), "the same": (0, None, None), "one member": (None, 0, 0)}[data]
         states = [states[0]] * MEMBERS if data == "one member" else states
         pairs = [pairs[0]] * MEMBERS if data == "the same" else pairs
-        given = (
-            states[0] if dims[0] is None else fz.stack(states),
-            *(pairs[0] if dims[1] is None else stacked(pairs)),
-        )
+        given = (states[0] if dims[0] is None else fz.stack(states), *(pairs[0] if dims[1] is None else stacked(pairs)))
         run: Any = torch.vmap(functools.partial(by_verbs, step), in_dims=dims)
         *found, new = run(*given)
         wanted = [by_verbs(step, state, *pair) for state, pair in zip(states, pairs, strict=True)]

@@ -22,11 +22,7 @@ UNSHARDED = strategies.transforms(stages=(0,), patterns=scenarios.BLOCKS)
 SHARDED = strategies.transforms(stages=(1, 2, 3), patterns=scenarios.BLOCKS)
 
 
-@given(
-    scenario=st.sampled_from(sorted(SCENARIOS)),
-    chosen=SHARDED,
-    world=st.integers(1, 4),
-)
+@given(scenario=st.sampled_from(sorted(SCENARIOS)), chosen=SHARDED, world=st.integers(1, 4))
 def test_drawn_transforms_on_threads(scenario: str, chosen: Any, world: int) -> None:
     check(scenario, chosen, world)
 

@@ -95,7 +95,7 @@ def test_the_losses_of_optimizers_of_ones_own_are_those_of_any_number_of_ranks()
 # ---- bigger_than_memory.py
 
 
-@in_turns(3, "examples as programs")
+@in_turns(5, "examples as programs")
 def test_a_state_larger_than_a_limit_that_the_system_enforces(tmp_path: Path) -> None:
     tiny = "--width 64 --heads 2 --context 16 --batch 1 --steps 2 --times 0.001 --limit".split()
     folders = "--folder", str(tmp_path / "state"), "--out", str(tmp_path)
@@ -162,7 +162,7 @@ def test_meta_gradients_are_those_of_plain_torch(ranks: int, stage: int) -> None
     run_ranks(rank_main, ranks)
 
 
-@in_turns(3, "examples as programs")
+@in_turns(5, "examples as programs")
 def test_maml_says_how_far_it_is_from_plain_torch() -> None:
     stdout = run_example("maml.py", *FEW_TASKS, "--no-jit").stdout
     losses = re.findall(r"^(?:random weights|meta-trained) .*? ([\d.]+) +([\d.]+)$", stdout, re.M)
@@ -180,7 +180,7 @@ def test_shares_of_points_must_be_equal(capsys: pytest.CaptureFixture[str]) -> N
 # ---- generate.py
 
 
-@in_turns(3, "examples as programs")
+@in_turns(5, "examples as programs")
 @pytest.mark.parametrize("ranks", ["1", "2"])
 def test_answers_get_better_as_weights_go_to_the_engine(ranks: str) -> None:
     pytest.importorskip("transformers")
@@ -194,7 +194,7 @@ def test_answers_get_better_as_weights_go_to_the_engine(ranks: str) -> None:
 # ---- ensemble.py
 
 
-@in_turns(3, "examples as programs")
+@in_turns(5, "examples as programs")
 def test_members_of_an_ensemble_are_single_runs(tmp_path: Path) -> None:
     tiny = "--rates 3 --seeds 2 --width 4 --batch 8 --steps 5 --eval-every 2".split()
     stdout = run_example("ensemble.py", *tiny, "--no-jit", "--out", str(tmp_path)).stdout
@@ -213,7 +213,7 @@ def check_weights(out: Path) -> None:
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-@in_turns(3, "examples as programs")
+@in_turns(5, "examples as programs")
 def test_train_lm_end_to_end(tmp_path: Path) -> None:
     stdout = run_example("train_lm.py", *TINY, "--out", str(tmp_path), "--steps", "4").stdout
     check_weights(tmp_path)

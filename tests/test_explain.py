@@ -59,6 +59,7 @@ ON_PROCESSES = [
 ]
 
 
+@in_turns(8, "on processes, as on threads")
 def test_on_real_processes() -> None:
     by_rank = run_ranks(on_processes, 2, backend="processes")
     for case, reports in zip(ON_PROCESSES, zip(*by_rank, strict=True), strict=True):

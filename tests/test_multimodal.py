@@ -63,7 +63,7 @@ def check_same_bits(first: Path, second: Path) -> None:
             assert all(torch.equal(tensors[key], others[key]) for key in tensors)
 
 
-@in_turns(3, "multimodal.py")
+@in_turns(5, "examples as programs")
 @pytest.mark.parametrize("on", ["processes", pytest.param("ray", marks=at_length)])  # test_remote_ray.py is smaller
 def test_the_same_bits_as_on_threads(
     on: str, example: Any, threads: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -114,7 +114,7 @@ def plain_losses(example: Any, args: argparse.Namespace) -> list[float]:
     return losses
 
 
-@in_turns(3, "multimodal.py")
+@in_turns(5, "examples as programs")
 def test_the_losses_of_plain_torch_however_they_are_cut(
     example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,7 +132,7 @@ def test_the_losses_of_plain_torch_however_they_are_cut(
         torch.set_default_dtype(torch.float32)
 
 
-@in_turns(3, "multimodal.py")
+@in_turns(5, "examples as programs")
 def test_a_run_that_is_resumed_has_the_bits_of_one_that_was_not(
     example: Any, threads: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -163,9 +163,7 @@ def test_ctrl_c_keeps_what_was_trained(
     assert fz.load_extra(max((tmp_path / "checkpoints").iterdir()) / "text")["losses"] == losses_of(tmp_path)
 
 
-def test_bad_options_are_named(
-    example: Any, threads: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_options_are_named(example: Any, threads: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for options, named in (
         ("--heads 3", "--heads"),
         ("--width 30", "--width"),

@@ -65,9 +65,7 @@ def test_every_mix_of_dtypes_trains(first: Any, second: Any, stage: int, remat: 
         _, pullback = step.vjp(state, *batches[rank])
         grads, _ = pullback(torch.ones(()))
         assert all(grads[path].dtype == policy.grad for path, policy in rows.items())
-        assert_trees_close(
-            pytree.tree_map(lambda t: t.double(), fz.gather(state.params)), want, rtol=0.1, atol=0.1
-        )
+        assert_trees_close(pytree.tree_map(lambda t: t.double(), fz.gather(state.params)), want, rtol=0.1, atol=0.1)
 
     run_ranks(rank_main, world)
 

@@ -96,7 +96,7 @@ def test_examples_are_the_same_however_they_are_divided(demo: Demo) -> None:
             assert torch.equal(examples(first, *parts), whole)
 
 
-@in_turns(2, "train_lm.py, resumed")
+@in_turns(5, "examples as programs")
 def test_another_number_of_ranks_sees_the_data_that_comes_next(demo: Demo, tmp_path: Path) -> None:
     """None twice and none left out; and where the whole batch is as large, with the losses that it would have had."""
     whole = demo.run(tmp_path / "whole", 2, "--batch", "6", "--steps", "10")
@@ -142,7 +142,7 @@ def check_as_if_it_had_not_been(demo: Demo, tmp_path: Path, skipped: int, stops:
     assert_trees_equal(*(load_file(path / "weights.safetensors") for path in (out, plain)))
 
 
-@in_turns(2, "train_lm.py, resumed")
+@in_turns(5, "examples as programs")
 def test_a_batch_that_raises_the_loss_is_as_if_it_had_not_been(
     demo: Demo, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -152,7 +152,7 @@ def test_a_batch_that_raises_the_loss_is_as_if_it_had_not_been(
 
 
 @pytest.mark.parametrize("lr", [-1.0, float("inf")] if NIGHTLY else [float("inf")])
-@in_turns(2, "train_lm.py, resumed")
+@in_turns(5, "examples as programs")
 def test_an_update_that_raises_the_loss_of_the_next_batches_is_taken_back(
     demo: Demo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], lr: float
 ) -> None:
@@ -201,7 +201,7 @@ def test_a_run_goes_on_with_its_options_and_no_other_begins_in_its_folder(
         assert info.value.code == 2 and said in capsys.readouterr().err
 
 
-@in_turns(3, "processes that start slowly")
+@in_turns(10, "interpreters of their own")
 def test_a_run_that_is_killed_or_asked_to_stop_loses_nothing() -> None:
     """On two ranks that are processes; more of them with `make killing`."""
     kinds = ("--kinds", "one", "all", "SIGTERM", "SIGINT")

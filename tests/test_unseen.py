@@ -70,10 +70,7 @@ def by_a_map_within(p: Any, x: torch.Tensor) -> torch.Tensor:
     return loss(lambda: torch.vmap(lambda s: s * 1.0)(OWN.scale[None])[0], p, x)
 
 
-WAYS |= {
-    "an entry that is written": lambda: by_an_entry,
-    "a map within": lambda: by_a_map_within,
-}
+WAYS |= {"an entry that is written": lambda: by_an_entry, "a map within": lambda: by_a_map_within}
 
 
 HOW = ("step", "scan", "forward")
@@ -144,11 +141,7 @@ def also_held(t: torch.Tensor, p: Any, x: torch.Tensor, i: torch.Tensor) -> torc
 
 @pytest.mark.parametrize(
     ("way", "wrap", "kind"),
-    by_turns(
-        ["cache", "late", "also held", "an object as input"],
-        [lambda step: step, fz.fuse_update],
-        sorted(GRADS),
-    ),
+    by_turns(["cache", "late", "also held", "an object as input"], [lambda step: step, fz.fuse_update], sorted(GRADS)),
 )
 def test_what_only_a_later_step_comes_to_is_refused_by_a_scan(way: str, wrap: Any, kind: str) -> None:
     def trained(t: torch.Tensor) -> Any:

@@ -15,9 +15,7 @@ import fzero as fz
 from fzero.testing import run_ranks
 
 # torch's own, as it traces
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
-]
+pytestmark = [pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")]
 eval_frame = pytest.importorskip("torch._dynamo.eval_frame")
 
 
@@ -127,7 +125,7 @@ def test_ranks_on_threads_leave_the_default(form: str) -> None:
     assert counts
 
 
-@in_turns(5, "compiled by torch")
+@in_turns(8, "compiled by torch")
 @pytest.mark.filterwarnings("ignore:Dynamo:UserWarning")
 def test_a_step_inside_of_what_is_compiled_is_refused() -> None:
     step = made()

@@ -63,7 +63,7 @@ print(fz.testing.run_ranks(functools.partial(operator.add, 3), 2, backend="proce
 """
 
 
-@in_turns(5, "interpreters of their own")
+@in_turns(10, "interpreters of their own")
 def test_a_main_that_is_no_file_is_not_taken_for_another() -> None:
     """What starts processes has a `main` in its own __main__."""
     run = subprocess.run([sys.executable], input=PROGRAM, capture_output=True, text=True, timeout=120)

@@ -33,7 +33,7 @@ print(resident() - before)
 """
 
 
-@in_turns(5, "interpreters of their own")
+@in_turns(10, "interpreters of their own")
 @pytest.mark.skipif(not GLIBC, reason="no glibc here")
 @pytest.mark.parametrize(("how", "kept"), [("keep", True), ("do not", False)])
 def test_keep_memory(how: str, kept: bool) -> None:

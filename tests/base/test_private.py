@@ -279,7 +279,7 @@ def _group_outlives_its_end() -> list[str]:
     return [name for name in names if "gloo" in name]
 
 
-@in_turns(5, "interpreters of their own")
+@in_turns(10, "interpreters of their own")
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_process_group_ends_with_destroy_process_group() -> None:
     """torch.func imports a module whose default arguments would keep it; its threads may abort the process at exit."""

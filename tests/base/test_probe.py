@@ -45,7 +45,7 @@ def test_every_private_name_is_looked_up(file: str) -> None:
     assert [name for name in sorted(wanted) if not any(related(name, own) for own in listed)] == []
 
 
-@in_turns(5, "interpreters of their own")
+@in_turns(10, "interpreters of their own")
 @pytest.mark.parametrize(
     "name",
     [

@@ -140,7 +140,7 @@ print("done")
 """
 
 
-@in_turns(5, "interpreters of their own")
+@in_turns(10, "interpreters of their own")
 def test_an_interpreter_ends_quietly() -> None:
     command = [sys.executable, "-W", "error", "-X", "dev", "-c", SCRIPT]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}

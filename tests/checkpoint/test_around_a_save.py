@@ -105,7 +105,7 @@ fz.save_async({folder!r} + "/it", step_of(ranks).init(params()))
 """
 
 
-@in_turns(5, "interpreters of their own")
+@in_turns(10, "interpreters of their own")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_script_that_ends_meanwhile(tmp_path: Path, ranks: int) -> None:
     """The interpreter waits for the save."""

@@ -77,9 +77,7 @@ def loaded(folder: Path) -> int | None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("before", [None, 1])
-def test_every_crash_of_a_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int | None, ranks: int
-) -> None:
+def test_every_crash_of_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int | None, ranks: int) -> None:
     """The first one, and one over a checkpoint."""
     folder, again = tmp_path / "it" / "run", tmp_path / "again"
     folder.parent.mkdir()

@@ -171,7 +171,7 @@ def test_the_same_bits_over_any_ranks(
 SEVERAL = st.sampled_from([each for each in OVER if each[0] > 1])
 
 
-@in_turns(5, "on processes, as on threads")
+@in_turns(8, "on processes, as on threads")
 @settings(max_examples=max(3, settings().max_examples // 10))
 @given(first=SEVERAL, second=SEVERAL, scheme=st.sampled_from([*SCHEMES]), kept=st.booleans())
 def test_on_real_processes(first: tuple[int, int], second: tuple[int, int], scheme: str, kept: bool) -> None:

@@ -322,11 +322,7 @@ def test_a_second_writer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (lambda p, s: fz.load_extra(p), FileNotFoundError, "manifest.json"),
         (lambda p, s: fz.save("", s), ValueError, "expected the path of a folder"),
         (lambda p, s: fz.save(3, s), TypeError, "expected the path of a folder"),  # pyright: ignore
-        (
-            lambda p, s: fz.save(p, s, [1 << 20000]),
-            ValueError,
-            r"Exceeds the limit \(4300 digits\)",
-        ),
+        (lambda p, s: fz.save(p, s, [1 << 20000]), ValueError, r"Exceeds the limit \(4300 digits\)"),
         (lambda p, s: fz.save(Path("s3://bucket/run"), s), ValueError, "expected a URL as a str"),
         (lambda p, s: fz.save(p, s.params), TypeError, "expected what step.init"),
         (lambda p, s: fz.load(p, s), TypeError, "expected a step"),

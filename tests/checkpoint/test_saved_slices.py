@@ -78,7 +78,7 @@ CUT = (sliced.Cut(1), sliced.Cut(None), sliced.Cut(0))
 OVERS = (sliced.Over(1, 2, 0, CUT), sliced.Over(2, 2, 3, CUT), sliced.Over(2, 2, 4, CUT), sliced.Over(2, 2, 1, CUT))
 
 
-@in_turns(4)
+@in_turns(8, "on processes, as on threads")
 @pytest.mark.parametrize("over", OVERS)
 def test_on_real_processes(over: sliced.Over) -> None:
     check((LEAVES, over, sliced.Over(1, 3, 0, (sliced.Cut(0), sliced.Cut(0), sliced.Cut(None)))), "exact", True)

@@ -192,9 +192,7 @@ def test_who_waits_for_too_long() -> None:
 
 
 @pytest.mark.parametrize(("count", "numel", "kept"), [(400, 500, same_host.KEPT), (6, 20_000, 10_000)])
-def test_many_messages_that_nobody_reads(
-    count: int, numel: int, kept: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_messages_that_nobody_reads(count: int, numel: int, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """More than a socket holds: whoever sends reads meanwhile. More than what is kept of segments."""
     monkeypatch.setattr(same_host, "KEPT", kept)
 

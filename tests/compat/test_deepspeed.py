@@ -392,10 +392,7 @@ def test_a_leaf_is_put_together(numels: list[int], ranks: int, padding: int, dat
         torch.cat([torch.cat([leaf, torch.zeros(ranks)])[rank * n : (rank + 1) * n] for leaf, n in both])
         for rank in range(ranks)
     ]
-    for spread in (
-        Spread((), parts, first, size, 0),
-        Spread((), own, 0, max(shares[which], 1), sum(shares[:which])),
-    ):
+    for spread in (Spread((), parts, first, size, 0), Spread((), own, 0, max(shares[which], 1), sum(shares[:which]))):
         out = torch.empty(stop - start)
         spread.read(start, stop, out)
         assert out.equal(leaves[which][start:stop])

@@ -9,20 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from compat.over import (
-    INDEX,
-    SINGLE,
-    Failing,
-    Save,
-    before,
-    by_us,
-    exported,
-    met,
-    recorded,
-    saved,
-    several,
-    value_of,
-)
+from compat.over import INDEX, SINGLE, Failing, Save, before, by_us, exported, met, recorded, saved, several, value_of
 from nightly import NIGHTLY, in_turns
 from safetensors.torch import load_file
 

@@ -893,9 +893,7 @@ def test_the_command_makes_arguments_of_autos(tmp_path: Path, capsys: pytest.Cap
         assert own == want
 
 
-def test_clipping_by_an_argument_that_is_zero_is_none(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_clipping_by_an_argument_that_is_zero_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     namespace: dict[str, Any] = {}
     exec(printed({**BASE, "gradient_clipping": "auto"}, tmp_path, capsys)[1], namespace)
     steps = [namespace["make_step"](fn, 0.0), made_of({}).step]
@@ -912,7 +910,7 @@ def test_the_command_says_what_is_refused(tmp_path: Path, capsys: pytest.Capture
             command.main([str(tmp_path / "ds_config.json"), *wrong])
 
 
-@in_turns(5, "interpreters of their own")
+@in_turns(10, "interpreters of their own")
 def test_the_command_runs_without_a_warning(tmp_path: Path) -> None:
     (tmp_path / "ds_config.json").write_text(json.dumps(BASE))
     run = [

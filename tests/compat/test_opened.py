@@ -10,17 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from compat.over import (
-    INDEX,
-    NUMEL,
-    SINGLE,
-    by_us,
-    exported,
-    params,
-    saved,
-    several,
-    step_of,
-)
+from compat.over import INDEX, NUMEL, SINGLE, by_us, exported, params, saved, several, step_of
 from safetensors.torch import save_file
 
 import fzero as fz

@@ -117,7 +117,7 @@ def test_one_rank_a_place(drawn: list[Job]) -> None:
     run_ranks(functools.partial(against_one, jobs=drawn, dp=1, stage=0), 4, backend="processes")
 
 
-@in_turns(5, "on processes, as on threads")
+@in_turns(8, "on processes, as on threads")
 @pytest.mark.parametrize("stage", [1, 2, 3] if NIGHTLY else [3])
 def test_sharded_stages(stage: int) -> None:
     """Two places of two ranks each: ZeRO goes over one axis, the pipeline over the other."""

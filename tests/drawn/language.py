@@ -125,11 +125,7 @@ FEATURES: dict[str, Feature] = {}
 
 
 def feature(
-    name: str,
-    *,
-    kinds: str = "pure module",
-    forms: str = "scalar aux outputs",
-    **more: Any,
+    name: str, *, kinds: str = "pure module", forms: str = "scalar aux outputs", **more: Any
 ) -> Callable[[Callable[[Writer], None]], Callable[[Writer], None]]:
     """Enters a writing function into the language."""
 

@@ -78,16 +78,12 @@ def run(rank: int, way: str, ranks: int, mixed: float = 0.0, by_rank: float = 0.
 @in_turns(3)
 @pytest.mark.parametrize("way", WAYS)
 @given(
-    ranks=st.integers(2, 3),
-    part=st.sampled_from([0.0, 1e-2, 1e-1, 1.0]),
-    what=st.sampled_from(["mixed", "by_rank"]),
+    ranks=st.integers(2, 3), part=st.sampled_from([0.0, 1e-2, 1e-1, 1.0]), what=st.sampled_from(["mixed", "by_rank"])
 )
 @example(ranks=3, part=1e-2, what="mixed")
 @example(ranks=2, part=0.0, what="mixed")
 @settings(max_examples=4)
-def test_a_loss_of_slices_is_refused_on_every_way_to_a_derivative(
-    ranks: int, way: str, part: float, what: str
-) -> None:
+def test_a_loss_of_slices_is_refused_on_every_way_to_a_derivative(ranks: int, way: str, part: float, what: str) -> None:
     def own(rank: int) -> Any:
         try:
             return run(rank, way, ranks, **{what: part})

@@ -11,18 +11,7 @@ import scenarios
 import torch
 import torch.nn.functional as F
 from backwards import with_backward
-from halved import (
-    F64,
-    FUNCTIONS,
-    SHARDS,
-    Layers,
-    checkpointed,
-    compare,
-    cotangents_of,
-    normed,
-    over_blocks,
-    params_of,
-)
+from halved import F64, FUNCTIONS, SHARDS, Layers, checkpointed, compare, cotangents_of, normed, over_blocks, params_of
 from hypothesis import given
 from hypothesis import strategies as st
 from nightly import by_turns, in_turns
@@ -257,7 +246,7 @@ def on_processes(rank: int) -> None:
             compare(fz.accumulate(shard(fz.train_step(FUNCTIONS[name], fz.sgd(0.1))), 2), params_of(), [x])
 
 
-@in_turns(5, "on processes, as on threads")
+@in_turns(8, "on processes, as on threads")
 def test_on_gloo_processes() -> None:
     run_ranks(on_processes, 2, backend="processes")
 
@@ -382,7 +371,7 @@ def test_compiled_autograd_is_not_asked() -> None:
     run_ranks(rank_main, 1)
 
 
-@in_turns(5, "compiled by torch")
+@in_turns(8, "compiled by torch")
 def test_compiled_units() -> None:
     def rank_main(rank: int) -> None:
         def fn(p: Any, x: torch.Tensor) -> torch.Tensor:

@@ -176,12 +176,7 @@ def test_what_a_mode_changes_is_not_made_again_otherwise(names: str, inside: boo
         step = fz.remat(step, save=("h",)) if names == "save" else fz.remat(step, offload=("h",))
         state = step.init(PARAMS)
         refused = set()
-        for forward, back in [
-            ("none", "none"),
-            ("looks", "looks"),
-            ("changes", "changes"),
-            ("changes", "none"),
-        ]:
+        for forward, back in [("none", "none"), ("looks", "looks"), ("changes", "changes"), ("changes", "none")]:
             leaves = [p["w"].clone().requires_grad_() for p in PARAMS["blocks"]]
             with MODES[forward]():
                 out = named(lambda f: f, inside)({"blocks": [{"w": w} for w in leaves]}, X)

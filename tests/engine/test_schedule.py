@@ -51,7 +51,7 @@ def test_orders_that_change(orders: list[tuple[int, ...]], remat: bool) -> None:
     run_ranks(functools.partial(follow, orders=orders, world=2, remat=remat), 2)
 
 
-@in_turns(2)
+@in_turns(8, "on processes, as on threads")
 @pytest.mark.parametrize(("world", "remat"), [(2, True), (3, False), *([(2, False), (3, True)] if NIGHTLY else [])])
 def test_orders_that_change_on_processes(world: int, remat: bool) -> None:
     fn = functools.partial(follow, orders=ORDERS, world=world, remat=remat)

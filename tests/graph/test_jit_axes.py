@@ -73,7 +73,7 @@ def mesh_of(*sizes: int) -> Any:
     return torch.distributed.init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp"))
 
 
-@in_turns(3, "steps over axes")
+@in_turns(5, "steps over axes")
 @settings(max_examples=4)
 @given(
     blocks=zoo.drawn_blocks, stage=st.integers(0, 3), sequence=st.booleans(), remat=st.booleans(), data=st.booleans()
@@ -141,7 +141,7 @@ def along(rank: int, kind: str, remat: bool = False) -> None:
     compare(fz.remat(step, save=names) if remat else step, *given)
 
 
-@in_turns(3, "steps over axes")
+@in_turns(5, "steps over axes")
 @pytest.mark.parametrize(("kind", "remat"), [("ring", True), ("zigzag", False), ("ulysses", False), ("chunks", True)])
 def test_attention_over_a_cut_sequence(kind: str, remat: bool) -> None:
     run_ranks(functools.partial(along, kind=kind, remat=remat), 2)
@@ -199,7 +199,7 @@ def compare_function(rank: int, name: str, kind: str, backend: str = "graph") ->
     assert fast.traces == 1
 
 
-@in_turns(12)
+@in_turns(25)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions(name: str, kind: str) -> None:
@@ -242,7 +242,7 @@ def test_on_processes(case: str) -> None:
     run_ranks(functools.partial(on_processes, case=case), 2, backend="processes", timeout=240)
 
 
-@in_turns(5, "compiled by torch")
+@in_turns(8, "compiled by torch")
 def test_a_gradient_by_inductor_on_processes() -> None:
     test_on_processes("gradient by Inductor")
 

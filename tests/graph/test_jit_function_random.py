@@ -73,16 +73,13 @@ def test_numbers_of_the_function(name: str) -> None:
     compare(name, "graph")
 
 
-@in_turns(3, "functions by inductor")
+@in_turns(8, "compiled by torch")
 def test_inductor() -> None:
     compare("gradient", "inductor")
 
 
-def test_on_ranks() -> None:
+@in_turns(2)
+@pytest.mark.parametrize("name", ["steps", "gradient"])
+def test_on_ranks(name: str) -> None:
     """On threads, none of which is the main one."""
-    run_ranks(_on_a_rank, 2)
-
-
-def _on_a_rank(rank: int) -> None:
-    for name in ("steps", "gradient"):
-        compare(name, "graph", rank, zero=True)
+    run_ranks(lambda rank: compare(name, "graph", rank, zero=True), 2)

@@ -114,7 +114,7 @@ def compare(rank: int, name: str, stage: str, backend: str = "graph") -> Any:
 OTHERS = [("gathered", "zero1"), ("state", "zero1"), ("scan", "zero2"), ("rate", "accumulated")]
 
 
-@in_turns(6)  # each day some are drawn in test_jit_drawn_functions.py
+@in_turns(9)  # each day some are drawn in test_jit_drawn_functions.py
 @pytest.mark.parametrize(("name", "stage"), [*[(name, "zero3") for name in CASES], *OTHERS])
 def test_numbers_of_the_function(name: str, stage: str) -> None:
     run_ranks(functools.partial(compare, name=name, stage=stage), 2, timeout=300)
@@ -129,11 +129,12 @@ def on_processes(rank: int) -> None:
         compare(rank, name, "zero3", "inductor")
 
 
-@in_turns(3, "functions by inductor")
+@in_turns(8, "compiled by torch")
 def test_inductor_on_processes() -> None:
     run_ranks(on_processes, 2, backend="processes", timeout=300)
 
 
+@in_turns(3, "functions on ranks")
 def test_messages() -> None:
     """They come in one order on every rank, also where decompositions leave less to do on one without a slice."""
 
@@ -151,6 +152,7 @@ def test_messages() -> None:
     assert first and all(own == first for own in others)
 
 
+@in_turns(3, "functions on ranks")
 def test_ranks_have_other_signatures() -> None:
     """A rank alone traces, for other shapes or values: the others neither wait for it nor send what it does not."""
 
@@ -172,6 +174,7 @@ def test_ranks_have_other_signatures() -> None:
     run_ranks(main, 2)
 
 
+@in_turns(3, "functions on ranks")
 def test_two_components() -> None:
     def both(step: fz.Step, a: fz.TrainState, b: fz.TrainState, *given: torch.Tensor) -> Any:
         return step(a, *given)[0], step(b, *given)[0]

@@ -85,7 +85,7 @@ CASES: dict[str, tuple[Callable[..., Any], Sequence[Any]]] = {
 }
 
 
-@in_turns(3)
+@in_turns(4)
 @pytest.mark.parametrize("name", CASES)
 def test_numbers_of_the_function(name: str) -> None:
     fn, calls = CASES[name]
@@ -103,7 +103,7 @@ def states_in(tree: Any) -> list[fz.TrainState]:
     return [x for x in (tree if isinstance(tree, tuple) else (tree,)) if isinstance(x, fz.TrainState)]
 
 
-@in_turns(3, "functions by inductor")  # steps are compiled each day, in test_jit_refused.py and test_jit_steps.py
+@in_turns(8, "compiled by torch")  # steps are compiled each day, in test_jit_refused.py and test_jit_steps.py
 def test_inductor() -> None:
     fast = fz.jit(torch.func.grad(by_rate), backend="inductor")
     for rate in RATES * 2:
@@ -182,6 +182,7 @@ def test_random_numbers_are_refused(fn: Any) -> None:
         fz.jit(fn, backend="graph")(X)
 
 
+@in_turns(2)
 @pytest.mark.parametrize("mapped", [False, True])
 def test_steps_share_a_body(mapped: bool) -> None:
     entered = []
@@ -265,6 +266,7 @@ def kept_in(kind: str, helper: Callable[..., Any]) -> Callable[..., Any]:
     return lambda p, x: held[0](x @ p["o"]).sum()
 
 
+@in_turns(2)
 @pytest.mark.parametrize("kind", ["default", "partial", "tuple", "jitted"])
 def test_variables_of_what_a_function_leads_to(kind: str) -> None:
     """Those of a step's loss and its learning rate, and of helpers, are read in each call."""

@@ -436,11 +436,9 @@ def wait_for(path: Path, lines: int) -> None:
     pytest.fail(f"{path} has not come")
 
 
-@in_turns(2, "two processes and one library")
+@in_turns(10, "interpreters of their own")
 @needs_compiler
-def test_two_processes_build_at_once(
-    home: Path, quick: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_processes_build_at_once(home: Path, quick: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither sees the other's in the making; one library is left, which a third finds."""
     log = tmp_path / "log"
     meet = f'while [ "$(wc -l < {log})" -lt 2 ]; do sleep 0.05; done'
@@ -457,7 +455,7 @@ def test_two_processes_build_at_once(
     assert built() == 7 and len(log.read_text().splitlines()) == 2
 
 
-@in_turns(2, "two processes and one library")
+@in_turns(10, "interpreters of their own")
 @needs_compiler
 def test_a_process_killed_while_it_builds_leaves_nothing_that_is_loaded(
     home: Path, quick: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

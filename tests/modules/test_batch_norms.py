@@ -158,7 +158,7 @@ def over(mesh: tuple[int, ...], how: dict[str, Any], step: Any) -> Any:
     return fz.remat(fz.shard_zero3(step, mesh=own, **how))
 
 
-@in_turns(2)
+@in_turns(3, "batch norms over meshes")
 @pytest.mark.parametrize("how", [{"axis": ("a", "b")}, {"axis": "b", "replicate": "a"}])
 def test_over_several_axes(how: dict[str, Any]) -> None:
     need_one_process(functools.partial(over, (2, 2), how), [2, 1, 3, 2])
@@ -170,6 +170,7 @@ def test_in_compiled_units() -> None:
     need_one_process(lambda step: fz.compile(fz.remat(fz.shard_zero3(step))), [2, 3])
 
 
+@in_turns(3, "batch norms over meshes")
 def test_beside_a_tensor_axis() -> None:
     def wrap(step: Any) -> Any:
         mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -524,10 +525,7 @@ REFUSED = {
     "native": (Called("native"), r"without a layer calls 'native_batch_norm' in training.*line \d+\)"),
     "operator": (Called("operator"), r"without a layer calls 'native_batch_norm.* in training"),
     "by hand": (Twice(ByHand), r"batch norm 'blocks\.0\.1', a ByHand in training, calls neither"),
-    "checkpoint": (
-        Twice(Again),
-        r"batch norm 'blocks\.0\.1\.norm', over all ranks, runs inside torch\.utils",
-    ),
+    "checkpoint": (Twice(Again), r"batch norm 'blocks\.0\.1\.norm', over all ranks, runs inside torch\.utils"),
 }
 
 

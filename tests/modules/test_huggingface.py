@@ -81,7 +81,7 @@ def compare(rank: int, names: list[str]) -> dict[str, str]:
 
 
 def test_models_as_their_documentation_calls_them() -> None:
-    names = todays([name for name in MODELS if NIGHTLY or name not in LATER], of=2)
+    names = todays([name for name in MODELS if NIGHTLY or name not in LATER], of=4)
     with fz.testing.hazards(0):
         for said in run_ranks(Named(names), 2, backend="processes", timeout=200):
             assert said == dict.fromkeys(names, "")

@@ -77,7 +77,7 @@ def test_as_the_module_itself(kind: str) -> None:
         _compare(kind, [each[how] for each in found])
 
 
-@in_turns(5, "on processes, as on threads")
+@in_turns(8, "on processes, as on threads")
 def test_with_statistics_of_all_ranks() -> None:
     """One process has the batches of both."""
     found = run_ranks(functools.partial(on_a_rank, "resnet", WRAPS, True), RANKS, backend="processes")

@@ -414,7 +414,7 @@ class InUnits(nn.Module):
         return self.blocks[0](x)
 
 
-@in_turns(3, "compiled over a tensor axis")
+@in_turns(8, "compiled by torch")
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # that the compiler itself looks at
 @pytest.mark.parametrize(("remat", "name"), by_turns([False, True], ["heads", "gate", "softmax", "by the size"]))
 def test_compiled_units(name: str, remat: bool) -> None:
@@ -440,7 +440,7 @@ class Chooses(nn.Module):
         return self.down(h.softmax(-1) if mixes else h.tanh())
 
 
-@in_turns(3, "compiled over a tensor axis")
+@in_turns(8, "compiled by torch")
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # that the compiler itself looks at
 def test_another_branch_of_a_compiled_unit() -> None:
     apply, params = fz.functional(nn.Sequential(Chooses()).to(F64)[0])
@@ -687,10 +687,7 @@ def test_what_units_do_to_their_arguments(code: Any) -> None:
     x = torch.randn(2, 5, WIDTH, dtype=F64)
     loss = lambda p: apply(p, x * 1).square().mean()
     run = functools.partial(tensor_vjps, loss, params, PLAN, zero3=True, sequence=True)
-    refused = {
-        writes: "writes to an input in place",
-        sets: "sets an attribute on a tensor|with an attribute 'scale'",
-    }
+    refused = {writes: "writes to an input in place", sets: "sets an attribute on a tensor|with an attribute 'scale'"}
     if code in refused:
         with pytest.raises(RankError, match=refused[code]):
             run()

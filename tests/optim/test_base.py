@@ -17,10 +17,7 @@ CASES: dict[str, tuple[Any, Any]] = {
         lambda: fz.adamw(1e-2, b1=0.8, b2=0.95, eps=1e-6, weight_decay=0.1),
         lambda p: torch.optim.AdamW(p, lr=1e-2, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1),
     ),
-    "adam": (
-        lambda: fz.adam(1e-2, weight_decay=0.1),
-        lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=0.1),
-    ),
+    "adam": (lambda: fz.adam(1e-2, weight_decay=0.1), lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=0.1)),
     "sgd": (lambda: fz.sgd(0.1), lambda p: torch.optim.SGD(p, lr=0.1)),
     "momentum": (
         lambda: fz.sgd(0.1, momentum=0.9, weight_decay=0.01),

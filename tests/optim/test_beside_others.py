@@ -180,7 +180,7 @@ def every(world: int, folder: Path, rank: int) -> Any:
     ]
 
 
-@in_turns(5, "on processes, as on threads")
+@in_turns(8, "on processes, as on threads")
 @pytest.mark.parametrize("world", [2, 3, 4] if NIGHTLY else [3])
 def test_on_real_processes(tmp_path: Path, world: int) -> None:
     found = run_ranks(functools.partial(every, world, tmp_path), world, backend="processes")

@@ -99,10 +99,7 @@ CASES: dict[str, chains.Spec] = {
     "a norm in a nested chain": ("chain", (VALUE, ("chain", (NORM, SGD)))),
     "a norm at the end of a nested chain": ("chain", (("chain", (VALUE, NORM)), SGD)),
     "two norms": ("chain", (("by_norm", 0.02), NORM, SGD)),
-    "a norm in a chain in a partition": (
-        "partition",
-        (("*b", SGD), ("*", ("chain", (VALUE, NORM, SGD)))),
-    ),
+    "a norm in a chain in a partition": ("partition", (("*b", SGD), ("*", ("chain", (VALUE, NORM, SGD))))),
     "a partition with a norm in a chain": (
         "chain",
         (VALUE, ("partition", (("*b", ("chain", (NORM, SGD))), ("*", SGD)))),
@@ -163,7 +160,7 @@ def on_process(world: int, rank: int) -> Any:
     return [on_rank(*case, world, None, rank) for case in cases]
 
 
-@in_turns(5, "on processes, as on threads")
+@in_turns(8, "on processes, as on threads")
 @pytest.mark.parametrize("world", [2, 3, 4] if NIGHTLY else [3])
 def test_whole_leaves_on_real_processes(world: int) -> None:
     wanted = [expected(spec, world) for spec in WHOLE.values()]

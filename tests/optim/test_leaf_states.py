@@ -112,24 +112,6 @@ def test_on_real_processes() -> None:
         assert_trees_close(got, want, rtol=1e-13)
 
 
-def test_saved_loaded_and_converted_in_their_own_dtypes(tmp_path: Any) -> None:
-    """A moment in bfloat16 of params in float64 is as it was, also in other units and on other ranks."""
-    optimizer, x = fz.whole(keeps((torch.bfloat16,))), torch.tensor(1.0, dtype=torch.float64)
-
-    def on(rank: int) -> Any:
-        step = fz.shard_zero3(fz.train_step(loss, optimizer))
-        state, _ = step(step.init(params(torch.float64)), x)
-        folder = tmp_path / f"on-{torch.distributed.get_world_size()}"
-        fz.save(folder, state)
-        other = fz.shard_zero1(fz.train_step(loss, optimizer))
-        each = ((step, state), (step, fz.load(folder, step)), (other, fz.convert(state, other)))
-        return [fz.gather(own(start, x)[0].params) for own, start in each]
-
-    for want, *others in run_ranks(on, 2):
-        for got in others:
-            assert_trees_close(got, want, rtol=0.0)
-
-
 def test_a_small_vectors_state_in_float64_is_kept_by_every_rank() -> None:
     optimizer = fz.whole(keeps((torch.float64,)))
 

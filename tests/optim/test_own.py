@@ -20,7 +20,9 @@ F64 = torch.float64
 GENERATOR = torch.Generator().manual_seed(0)
 PARAMS = {"b": torch.randn(3, generator=GENERATOR, dtype=F64), "w": torch.randn(4, 3, generator=GENERATOR, dtype=F64)}
 X = torch.randn(6, 4, generator=GENERATOR, dtype=F64)
-SHARDS: list[Callable[[fz.Step], fz.Step]] = [lambda s: s, fz.shard_zero1, fz.shard_zero2, fz.shard_zero3]
+SHARDS: list[Callable[[fz.Step], fz.Step]] = [
+    *(lambda s: s, fz.shard_zero1, fz.shard_zero2, fz.shard_zero3, lambda s: fz.fuse_update(fz.shard_zero2(s)))
+]
 
 
 def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
@@ -44,9 +46,22 @@ def begun(params: Any) -> Any:
     return optree.tree_map(torch.zeros_like, params), torch.zeros(())
 
 
+def views(params: Any) -> Any:
+    own = optree.tree_map(lambda p: p.reshape(-1)[:1], params)
+    return own, optree.tree_map(torch.clone, own)
+
+
+def with_views(grads: Any, state: Any, params: Any) -> Any:
+    """Keeps a view of the param, which stays as it was."""
+    assert_trees_equal(state[2], state[3])
+    updates, moved = by_tree_map(grads, state[:2])
+    return updates, (*moved, *views(params))
+
+
 IN_PLACE = {
     "tree_map": elementwise(begun, by_tree_map),
     "whole leaves": fz.GradientTransformation(begun, by_tree_map),
+    "views": fz.GradientTransformation(lambda params: (*begun(params), *views(params)), with_views),
 }
 
 
@@ -64,9 +79,9 @@ def tensors(*trees: Any) -> list[torch.Tensor]:
     return [x.clone() for x in optree.tree_leaves(trees) if isinstance(x, torch.Tensor)]  # type: ignore[arg-type]
 
 
-@nightly.in_turns(5)
+@nightly.in_turns(8)
 @pytest.mark.parametrize(
-    ("stage", "kind", "joined"), nightly.by_turns(range(4), sorted(IN_PLACE), ["alone", "before", "behind"])
+    ("stage", "kind", "joined"), nightly.by_turns(range(5), sorted(IN_PLACE), ["alone", "before", "behind"])
 )
 def test_an_optimizer_that_writes_in_place_leaves_the_old_state(stage: int, kind: str, joined: str) -> None:
     own = IN_PLACE[kind]
@@ -206,9 +221,10 @@ def test_what_is_written_in_place_beside_moments(transformed: bool) -> None:
 
 @pytest.mark.parametrize("policy", [None, fz.Policy.bf16_states()])
 @pytest.mark.parametrize("around", [lambda own: own, lambda own: fz.chain(own, fz.sgd(0.1))])
-def test_writes_to_params_are_refused(around: Any, policy: Any) -> None:
-    step = fz.train_step(loss, around(elementwise(lambda p: (), written_params)), policy)
-    said = r"elementwise: the update of leaf 'b' writes to its param in place"
+@pytest.mark.parametrize(("kind", "made"), [("elementwise", elementwise), ("whole", fz.GradientTransformation)])
+def test_writes_to_params_are_refused(kind: str, made: Any, around: Any, policy: Any) -> None:
+    step = fz.train_step(loss, around(made(lambda p: (), written_params)), policy)
+    said = rf"{kind}: the update of leaf 'b' writes to its param in place"
 
     def after(shift: torch.Tensor) -> Any:
         return step.forward(step(step.init({k: p.float() + shift for k, p in PARAMS.items()}), X.float())[0], X.float())
@@ -218,6 +234,8 @@ def test_writes_to_params_are_refused(around: Any, policy: Any) -> None:
     if policy is None:
         with pytest.raises(ValueError, match=said):
             torch.func.grad(after)(torch.zeros(()))
+        with pytest.raises(ValueError, match=said):
+            fz.fuse_update(step)(step.init(PARAMS), X)
         donated = fz.donate(step)
         state = donated.init(PARAMS)
         with pytest.raises(ValueError, match=said):

@@ -13,7 +13,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from nightly import NIGHTLY, by_day, by_turns, in_turns
+from nightly import by_day, by_turns, in_turns
+from test_leaf_states import keeps
 
 import fzero as fz
 from fzero.testing import RankError, assert_trees_close, hazards, run_ranks
@@ -97,19 +98,20 @@ SHARDS: dict[str, Any] = {
 FUSED = [how for how in SHARDS if how.startswith("fused")]
 
 
-def on_rank(how: str, most: float, shapes: Any, units: int, rank: int) -> Any:
-    """Clipped by a norm, for which a fused update pulls back twice or waits, or by none."""
+def on_rank(how: str, most: float, shapes: Any, units: int, rank: int, between: bool = False) -> Any:
+    """Clipped by a norm, for which a fused update pulls back twice or waits, or by none; between other members, too."""
     before = [fz.clip_by_global_norm(most)] if most < torch.inf else []
-    own = MOVED if "zero" in how else fz.whole(MOVED)  # the same
-    step = SHARDS[how](fz.train_step(loss, fz.chain(*before, own)))
+    own = [MOVED if "zero" in how else fz.whole(MOVED)]  # the same
+    own = [fz.clip_by_value(0.5), *own, fz.sgd(-0.5, momentum=0.0)] if between else own
+    step = SHARDS[how](fz.train_step(loss, fz.chain(*before, *own)))
     state = step.init(drawn(shapes, units))
     for i in range(3):
         state, _ = step(state, torch.full((2,), i + 1.0 + rank, dtype=F64))
-    trees, rest = state.moments[-1]
+    trees, rest = state.moments[-2 if between else -1]
     return fz.gather(state.params), fz.gather(trees), [x for x in optree.tree_leaves(rest) if not isinstance(x, str)]
 
 
-def by_hand(most: float, shapes: Any, units: int, ranks: int) -> Any:
+def by_hand(most: float, shapes: Any, units: int, ranks: int, between: bool = False) -> Any:
     params = drawn(shapes, units)
     leaves, spec = optree.tree_flatten(params)
     states = [begun(leaf) for leaf in leaves]
@@ -118,8 +120,10 @@ def by_hand(most: float, shapes: Any, units: int, ranks: int) -> Any:
         grads = optree.tree_leaves(torch.func.grad(loss)(optree.tree_unflatten(spec, leaves), mean))
         norm = torch.stack([g.square().sum() for g in grads]).sum().sqrt()
         grads = [g * (most / norm).clamp(max=1.0) for g in grads]
+        grads = [g.clamp(-0.5, 0.5) for g in grads] if between else grads
         found = [moved(g, s, p) for g, s, p in zip(grads, states, leaves, strict=True)]
-        leaves, states = [p + u for p, (u, _) in zip(leaves, found, strict=True)], [s for _, s in found]
+        factor = 0.5 if between else 1.0
+        leaves, states = [p + factor * u for p, (u, _) in zip(leaves, found, strict=True)], [s for _, s in found]
     return optree.tree_unflatten(spec, leaves), states
 
 
@@ -130,13 +134,16 @@ def by_hand(most: float, shapes: Any, units: int, ranks: int) -> Any:
     ranks=st.integers(1, 4),
     shapes=st.lists(st.sampled_from(SHAPES), min_size=1, max_size=5),
     units=st.integers(1, 3),
+    between=st.booleans(),
     seed=st.integers(0, 99),
 )
 @pytest.mark.filterwarnings("ignore:fz.offload")
-def test_as_by_hand_from_any_ranks(how: str, most: float, ranks: int, shapes: Any, units: int, seed: int) -> None:
-    want, states = by_hand(most, shapes, units, ranks)
+def test_as_by_hand_from_any_ranks(
+    how: str, most: float, ranks: int, shapes: Any, units: int, between: bool, seed: int
+) -> None:
+    want, states = by_hand(most, shapes, units, ranks, between)
     with hazards(seed):
-        found = run_ranks(functools.partial(on_rank, how, most, shapes, units), ranks)
+        found = run_ranks(functools.partial(on_rank, how, most, shapes, units, between=between), ranks)
     for params, _, rest in found:
         assert_trees_close(params, want, rtol=1e-10, atol=1e-12)
         assert [x for x in rest if isinstance(x, int)] == [state.count for state in states]
@@ -189,31 +196,7 @@ def test_beside_others_in_a_partition(how: str) -> None:
         )
 
 
-CHAINS = [  # more in test_join.py
-    (fz.clip_by_value(0.5), fz.adafactor()),
-    (fz.sgd(-0.5, momentum=0.9), fz.adaptive_clip(0.1), fz.whole(MOVED), fz.adamw(0.1)),
-]
-
-
-@in_turns(2)
-@pytest.mark.parametrize("members", CHAINS)
-@pytest.mark.filterwarnings("ignore:fz.offload")
-def test_behind_and_before_others_in_a_chain(members: Any) -> None:
-    def on(how: Any, rank: int) -> Any:
-        step = SHARDS[how](fz.train_step(loss, fz.chain(*members))) if how else fz.train_step(loss, fz.chain(*members))
-        state = step.init(drawn(SHAPES, 2))
-        for i in range(3):
-            state, _ = step(state, torch.full((2,), i + 1.0, dtype=F64))
-        return fz.gather(state.params), [x for x in optree.tree_leaves(state.moments) if isinstance(x, (int, float))]
-
-    want, counts = on("", 0)
-    for how in SHARDS if NIGHTLY else list(SHARDS)[CHAINS.index(members) % 2 :: 2]:
-        for params, others in run_ranks(functools.partial(on, how), 2):
-            assert_trees_close(params, want, rtol=1e-10, atol=1e-12)
-            assert others == counts
-
-
-@pytest.mark.parametrize("optimizer", [fz.whole(MOVED), fz.adafactor()])
+@pytest.mark.parametrize("optimizer", [fz.whole(MOVED), fz.adafactor(), fz.whole(keeps((torch.bfloat16,)))])
 def test_saved_loaded_and_converted_on_other_ranks_and_in_other_units(optimizer: Any, tmp_path: Any) -> None:
     step, x = fz.train_step(loss, optimizer), torch.ones(2, dtype=F64)
     steps = [fz.shard_zero3(step), fz.shard_zero1(step), fz.train_step(loss, optimizer, units="1")]
@@ -328,72 +311,6 @@ def test_an_error_keeps_nothing_once_it_is_dropped(wrap: Any, joined: str) -> No
         assert len(seen) == 6 and not any(each() is not None for each in seen)
     finally:
         gc.enable()
-
-
-def writing(grads: Any, state: Any, params: Any) -> Any:
-    """Writes to all that it is given, and keeps the param itself and a view of it."""
-    ((path, p),), (g,), own = params.items(), grads.values(), state
-    before = p.clone()
-    own["moment"].mul_(0.9).add_(g)
-    own["rest"].add_(1.0)
-    g.mul_(2.0)
-    update = -0.01 * own["moment"] * own["rest"][0] * own["kept"].sum()
-    return {path: update}, {**own, "kept": before.reshape(-1)[:1]}
-
-
-def begun_for_writing(params: Any) -> Any:
-    (p,) = params.values()
-    return {"moment": torch.zeros_like(p), "rest": torch.zeros(2, dtype=p.dtype), "kept": p.reshape(-1)[:1]}
-
-
-@pytest.mark.parametrize("wrap", [lambda step: step, fz.fuse_update, fz.shard_zero3])
-def test_one_that_writes_to_params_is_refused(wrap: Any) -> None:
-    def update(grads: Any, state: Any, params: Any) -> Any:
-        ((path, p),), (g,) = params.items(), grads.values()
-        p.sub_(g, alpha=0.1)
-        return {path: torch.zeros_like(p)}, state
-
-    def on(rank: int) -> None:
-        step = wrap(fz.train_step(loss, fz.GradientTransformation(lambda params: (), update)))
-        state = step.init(drawn(SHAPES[:3], 1))
-        with pytest.raises(ValueError, match=r"whole: the update of leaf '0\.\d' writes to its param in place"):
-            step(state, torch.ones(2, dtype=F64))
-
-    run_ranks(on, 2)
-
-
-@pytest.mark.parametrize(
-    "wrap", [lambda step: step, fz.fuse_update, fz.shard_zero3, fz.donate, lambda step: fz.fuse_update(fz.donate(step))]
-)
-def test_one_that_writes_to_what_it_is_given(wrap: Any) -> None:
-    """States stay as they are, and nothing of one is another's."""
-    optimizer = fz.GradientTransformation(begun_for_writing, writing)
-
-    def on(rank: int) -> Any:
-        step = wrap(fz.train_step(loss, fz.whole(optimizer)))
-        state, x = step.init(drawn(SHAPES[:3], 1)), torch.ones(2, dtype=F64)
-        kept = state if not step.donates else None
-        before = [leaf.clone() for leaf in optree.tree_leaves(fz.gather(state.params))]
-        for _ in range(2):
-            state, _ = step(state, x)
-        if kept is not None:
-            assert_trees_close(optree.tree_leaves(fz.gather(kept.params)), before, rtol=0.0)
-            rest = [leaf for leaf in optree.tree_leaves(kept.moments.rest) if isinstance(leaf, torch.Tensor)]
-            assert all(leaf.abs().sum() == 0 for leaf in rest if leaf.shape == (2,))
-        return fz.gather(state.params)
-
-    leaves, spec = optree.tree_flatten(drawn(SHAPES[:3], 1))
-    states = [begun_for_writing({"": leaf.clone()}) for leaf in leaves]
-    for _ in range(2):
-        grads = torch.func.grad(loss)(optree.tree_unflatten(spec, leaves), torch.ones(2, dtype=F64))
-        found = [
-            writing({"": g}, s, {"": p.clone()})
-            for g, s, p in zip(optree.tree_leaves(grads), states, leaves, strict=True)
-        ]
-        leaves, states = [p + u[""] for p, (u, _) in zip(leaves, found, strict=True)], [s for _, s in found]
-    for ranks in (1, 2):
-        for got in run_ranks(on, ranks):
-            assert_trees_close(optree.tree_leaves(got), leaves, rtol=1e-12)
 
 
 def test_what_a_leaf_keeps_is_checked() -> None:

@@ -68,6 +68,7 @@ def test_on_threads(name: str, fuses: bool) -> None:
     run_ranks(functools.partial(is_as_in_one_process, name=name, fuses=fuses, expected=trained(name, False)), 4)
 
 
+@in_turns(8, "on processes, as on threads")
 def test_on_processes() -> None:
     """Where nobody compares what ranks exchange: they would wait for each other."""
     call = functools.partial(is_as_in_one_process, name="whole", fuses=False, expected=trained("whole", False))

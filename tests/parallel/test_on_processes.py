@@ -89,7 +89,7 @@ def run(rank: int, numbers: list[int]) -> list[Any]:
     return far
 
 
-@in_turns(5, "on processes, as on threads")
+@in_turns(8, "on processes, as on threads")
 def test_drawn_on_processes() -> None:
     numbers = todays(range(CASES), of=4)
     for far in run_ranks(functools.partial(run, numbers=numbers), RANKS, backend="processes", timeout=240):

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nightly import in_turns
 
 import fzero as fz
 from fzero.comm.axis import Axis
@@ -193,6 +194,7 @@ REFUSED: dict[str, Fn] = {
 }
 
 
+@in_turns(2)
 @pytest.mark.parametrize("name", EQUAL)
 def test_equal(name: str) -> None:
     assert is_equal(EQUAL[name])
@@ -209,6 +211,7 @@ def test_a_function_that_takes_no_float64() -> None:
     assert is_equal(lambda p, x, ax: P.sum((up(p, x, ax).float().t() @ table).square().sum(), ax), rtol=1e-6)
 
 
+@in_turns(2)
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str) -> None:
     assert not is_equal(REFUSED[name])

@@ -55,7 +55,7 @@ def test_equals_one_process(case: Case, shortest: int) -> None:
         need_equal(case)
 
 
-@in_turns(5, "on processes, as on threads")
+@in_turns(8, "on processes, as on threads")
 def test_in_zigzag_order_on_processes() -> None:
     """Others are drawn in test_on_processes."""
     need_equal(Case((3, 4, 4), order="zigzag", options=(("is_causal", True), ("documents", (0, 4, 11)))), "processes")

@@ -291,7 +291,7 @@ def _compare(got: Any, expected: Any, name: str) -> None:
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-11, equal_nan=True, msg=lambda text: name + text)
 
 
-TOKENS, WIDTH, VOCABULARY = 256, 8, 1 << 13
+TOKENS, WIDTH, VOCABULARY = 256, 8, 1 << 11
 
 
 def peaks(rank: int, tiles: int, ranks: int) -> list[int]:

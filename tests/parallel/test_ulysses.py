@@ -171,7 +171,7 @@ def test_a_step_on_pieces_is_that_of_whole_sequences(which: str, shape: tuple[in
 def peak(rank: int, chunks: int) -> tuple[int, int]:
     """Bytes that attention and its pullback need at most, beside inputs, output and cotangents."""
     generator = torch.Generator().manual_seed(rank)
-    q, k, v, cotangent = [torch.randn(1, 16, 1024, 64, generator=generator) for _ in range(4)]
+    q, k, v, cotangent = [torch.randn(1, 16, 256, 64, generator=generator) for _ in range(4)]
     attend = fz.parallel.ulysses(None, fz.parallel.axis(None, "sp"), chunks)
     with LiveBytes() as live:
         out, pull = torch.func.vjp(attend, q, k, v)  # type: ignore[misc]

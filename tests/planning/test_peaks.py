@@ -242,7 +242,7 @@ def test_messages_are_those_that_a_rank_sends(optimizer: str) -> None:
         assert real == planned
 
 
-@in_turns(3)
+@in_turns(8, "on processes, as on threads")
 @pytest.mark.parametrize("optimizer", ["adafactor", "muon", "lamb"])
 def test_on_real_processes(optimizer: str) -> None:
     params = made(4, 120)

@@ -265,9 +265,7 @@ WHOLE: dict[str, Any] = {
 @pytest.mark.filterwarnings("ignore:fz.offload to 'host'")
 @by_day(2)
 @example(layers=(("column_row", 3),), mesh=MESHES[0], stage=3, ways=(), policy="plain", optimizer="muon")
-@example_in_turns(
-    4, layers=(("fused", 5),), mesh=MESHES[5], stage=1, ways=("fused",), policy="plain", optimizer="muon"
-)
+@example_in_turns(4, layers=(("fused", 5),), mesh=MESHES[5], stage=1, ways=("fused",), policy="plain", optimizer="muon")
 @example_in_turns(
     4, layers=(("column_row", 5),), mesh=MESHES[3], stage=1, ways=("fused",), policy="plain", optimizer="adafactor"
 )
@@ -305,12 +303,7 @@ def test_exchanges_of_whole_leaves_are_what_every_rank_sends(
         run_ranks(rank_main, together.parties)
 
 
-@given(
-    blocks=zoo.drawn_blocks,
-    tied=st.booleans(),
-    sequence=st.booleans(),
-    ranks=st.integers(1, 4),
-)
+@given(blocks=zoo.drawn_blocks, tied=st.booleans(), sequence=st.booleans(), ranks=st.integers(1, 4))
 def test_what_a_module_sends(blocks: Any, tied: bool, sequence: bool, ranks: int) -> None:
     """The maps of its conversions, in a dry run with a mesh to which nothing is sent and on ranks."""
     model, batch = zoo.made(blocks, tied), zoo.batches(1)[0]

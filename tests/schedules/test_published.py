@@ -10,16 +10,7 @@ import pytest
 from nightly import in_turns, todays
 
 from fzero import schedules
-from fzero.schedules import (
-    Schedule,
-    Times,
-    check,
-    dual_pipe_v,
-    gpipe,
-    interleaved,
-    one_f_one_b,
-    zero_bubble,
-)
+from fzero.schedules import Schedule, Times, check, dual_pipe_v, gpipe, interleaved, one_f_one_b, zero_bubble
 from fzero.schedules import simulate as simulated
 
 STAGES, MICROBATCHES = range(1, 7), range(1, 13)

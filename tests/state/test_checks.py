@@ -94,12 +94,7 @@ VERBS: dict[str, tuple[str, str, Callable[[torch.Tensor], Any], torch.Tensor]] =
     ),
     "hvp": ("fz.hvp", "inputs", lambda x: summed(fz.hvp(STEP, STATE, GRADS, x)), X),
     "hvp, v": ("fz.hvp", "v", lambda b: summed(fz.hvp(STEP, STATE, put(GRADS, b), X)), GRADS.local(KEY)),
-    "per_example_grads": (
-        "fz.per_example_grads",
-        "inputs",
-        lambda x: summed(fz.per_example_grads(STEP, STATE, x)),
-        X,
-    ),
+    "per_example_grads": ("fz.per_example_grads", "inputs", lambda x: summed(fz.per_example_grads(STEP, STATE, x)), X),
 }
 
 
@@ -185,7 +180,6 @@ def test_a_transform_around_a_step_in_few_bits(what: str, transform: str) -> Non
     with pytest.raises(TypeError, match=f"{what.split()[0]}.*no derivative.*(fz.convert|Leave gather)"):
         AROUND[transform](lambda x: trained(FEW_BITS[what], x), x)
     assert AROUND[transform](lambda x: trained(fz.Policy.bf16_states(), x), x).isfinite().all()
-
 
 
 @pytest.mark.parametrize("verb", sorted(VERBS))

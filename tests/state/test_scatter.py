@@ -151,10 +151,7 @@ def grown_by_torch(world: int, sizes: tuple[int, int, int], steps: int) -> dict[
             for name, x in leaves.items():
                 own = optimizer.state[x]
                 pad = (lambda t: t) if name == "w" else lambda t: F.pad(t, (0, 0, 0, more))
-                other.state[grown[name]] = {
-                    "step": own["step"],
-                    **{k: pad(own[k]) for k in ("exp_avg", "exp_avg_sq")},
-                }
+                other.state[grown[name]] = {"step": own["step"], **{k: pad(own[k]) for k in ("exp_avg", "exp_avg_sq")}}
             leaves, optimizer = grown, other
         optimizer.zero_grad()
         p = {"embed": leaves["embed"], "blocks": [{"w": leaves["w"]}], "head": leaves["head"]}
@@ -299,7 +296,7 @@ def everything(rank: int) -> None:
     full_grads(rank, 3, 2, "left out", True, True)
 
 
-@in_turns(5, "on processes, as on threads")
+@in_turns(8, "on processes, as on threads")
 def test_on_processes() -> None:
     run_ranks(everything, 2, backend="processes")
 

@@ -26,7 +26,7 @@ def test_it_is_measured_once_and_threads_stay_as_they_are() -> None:
         torch.set_num_threads(before)
 
 
-@in_turns(5, "interpreters of their own")
+@in_turns(10, "interpreters of their own")
 def test_a_cpu_without_the_instructions() -> None:
     """oneDNN is held to AVX2, where it can be: it then multiplies bfloat16 as such a CPU does."""
     code = "import torch; from fzero.state import speed; print(speed.slowdown(torch.bfloat16))"

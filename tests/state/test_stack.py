@@ -163,10 +163,7 @@ def sized(width: int) -> Any:
 MESSAGE = r"^stack: {} of states\[1\] is not that of states\[0\]: got {}, expected {}\. The members"
 DIFFERENT: dict[str, tuple[Callable[[], fz.TrainState], tuple[str, str, str]]] = {
     "an update more": (lambda: step(step.init(OTHERS), *BATCH)[0], ("the step", "1", "0")),
-    "a count": (
-        lambda: step(step.init(OTHERS), *BATCH)[0].replace(step=0),
-        (r"state\.moments\.count", "1", "0"),
-    ),
+    "a count": (lambda: step(step.init(OTHERS), *BATCH)[0].replace(step=0), (r"state\.moments\.count", "1", "0")),
     "kept grads": (lambda: kept(step.init(OTHERS)), ("the list of trees, tensors and numbers", ".*'grads'.*", ".*")),
     "another optimizer": (
         lambda: fz.train_step(loss, fz.sgd(0.1)).init(OTHERS),

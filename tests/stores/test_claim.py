@@ -69,6 +69,7 @@ def said_by(process: subprocess.Popen[str]) -> Path:
     return Path(process.stdout.readline().strip())
 
 
+@in_turns(10, "interpreters of their own")
 def test_another_run_is_refused_while_it_lives(tmp_path: Path, start: Start) -> None:
     process = start("theirs")
     subfolder = said_by(process)
@@ -83,7 +84,7 @@ def test_another_run_is_refused_while_it_lives(tmp_path: Path, start: Start) -> 
     Folder(str(tmp_path), "ours")
 
 
-@in_turns(3, "processes that share a folder")
+@in_turns(10, "interpreters of their own")
 def test_ranks_of_one_run_meet(tmp_path: Path, start: Start) -> None:
     process = start("one run")
     theirs = said_by(process)
@@ -94,7 +95,7 @@ def test_ranks_of_one_run_meet(tmp_path: Path, start: Start) -> None:
     assert list(tmp_path.iterdir()) == [theirs]
 
 
-@in_turns(3, "processes that share a folder")
+@in_turns(10, "interpreters of their own")
 def test_what_a_killed_run_leaves_is_removed_and_nothing_else(tmp_path: Path, start: Start) -> None:
     first, second = start("same"), start("same")
     killed, also = said_by(first), said_by(second)
@@ -182,7 +183,7 @@ def test_a_filesystem_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not list(tmp_path.iterdir())
 
 
-@in_turns(3, "processes that share a folder")
+@in_turns(10, "interpreters of their own")
 def test_many_come_in_at_once(tmp_path: Path, start: Start) -> None:
     processes = [start("same") for _ in range(3)]
     assert len({said_by(process) for process in processes}) == 3 == len(list(tmp_path.iterdir()))

@@ -18,7 +18,7 @@ COUNT = "30" if NIGHTLY else "10"
 PROGRAMS = {"far.steps": (("0", COUNT), f"{COUNT} of {COUNT} alike"), "far.saves": ((), "9 of 9 alike")}
 
 
-@in_turns(2)
+@in_turns(10, "interpreters of their own")
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler makes the device")
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_state_is_what_it_is_on_the_device(program: str, tmp_path: Path) -> None:

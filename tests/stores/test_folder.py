@@ -164,7 +164,7 @@ def _links() -> list[str]:
     return found
 
 
-@in_turns(5, "interpreters of their own")
+@in_turns(10, "interpreters of their own")
 @pytest.mark.parametrize(
     "ending",
     ["", pytest.param("sys.exit(0)", marks=at_length), "for file in files: file.written()", "del folder, files"],
@@ -181,7 +181,7 @@ def test_the_interpreter_ends(tmp_path: Path, ending: str) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
-@in_turns(5, "interpreters of their own")
+@in_turns(10, "interpreters of their own")
 def test_the_interpreter_ends_while_another_thread_waits(tmp_path: Path) -> None:
     said = run_python(
         tmp_path,
@@ -211,14 +211,14 @@ def test_the_interpreter_ends_while_another_thread_waits(tmp_path: Path) -> None
     assert said == 3 * "False\n" and not list(tmp_path.iterdir())
 
 
-@in_turns(5, "interpreters of their own")
+@in_turns(10, "interpreters of their own")
 def test_the_interpreter_ends_by_an_error(tmp_path: Path) -> None:
     code = START + "file = folder.start_write(torch.ones(1 << 22), 'x', disk)\nraise SystemExit(3)"
     done = subprocess.run([sys.executable, "-W", "error", "-c", code, str(tmp_path)], capture_output=True, timeout=60)
     assert done.returncode == 3 and not done.stderr and not list(tmp_path.iterdir())
 
 
-@in_turns(5, "interpreters of their own")
+@in_turns(10, "interpreters of their own")
 def test_a_forked_child(tmp_path: Path) -> None:
     """It uses nothing of its parent's, removes nothing, has a folder of its own, and does not hold the lock."""
     said = run_python(

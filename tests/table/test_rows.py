@@ -15,7 +15,7 @@ from fzero.testing import assert_trees_close, assert_trees_equal, recorded_colle
 
 SOME = "blocks.1.*"
 OTHERS = "blocks.0.*|blocks.2.*"
-AS_ON_THREADS = pytest.param("processes", marks=in_turns(5, "on processes, as on threads"))
+AS_ON_THREADS = pytest.param("processes", marks=in_turns(8, "on processes, as on threads"))
 def plain() -> tuple[fz.Step, Any]:
     loss, params = scenarios.stack()
     return fz.train_step(loss, fz.adamw(1e-2)), params

@@ -116,7 +116,7 @@ common = {
 }
 
 
-@in_turns(2, "derivatives of slices")
+@in_turns(3, "derivatives of slices")
 @pytest.mark.usefixtures("hazards")
 @by_day(6)
 @given(layers=functions.drawn_layers, **common)
@@ -129,15 +129,10 @@ def test_functions(layers: Any, sizes: tuple[int, int], stage: int, others: tupl
     check(functools.partial(function_of, layers=layers, count=sizes[0]), sizes, transform, True)
 
 
-@in_turns(2, "derivatives of slices")
+@in_turns(3, "derivatives of slices")
 @pytest.mark.usefixtures("hazards")
 @by_day(5)
-@given(
-    blocks=zoo.drawn_blocks,
-    tied=st.booleans(),
-    sequence=st.booleans(),
-    **common,
-)
+@given(blocks=zoo.drawn_blocks, tied=st.booleans(), sequence=st.booleans(), **common)
 def test_modules(
     blocks: Blocks, tied: bool, sequence: bool, sizes: tuple[int, int], stage: int, others: tuple[str, ...]
 ) -> None:
@@ -147,7 +142,7 @@ def test_modules(
     check(functools.partial(module_of, blocks=blocks, tied=tied, count=sizes[0]), sizes, transform, True)
 
 
-@in_turns(5, "on processes, as on threads")
+@in_turns(8, "on processes, as on threads")
 def test_on_real_processes() -> None:
     blocks = (("Attention", 1, True), ("Fused", 3, False))
     plan = {**zoo.made(blocks, True).plan([True] * 2), "embedding": "vocabulary"}
@@ -201,7 +196,7 @@ def whole_run(
     return whole_runs.TRANSFORMS[name](run, (params, *whole_runs.NUMBERS))
 
 
-@in_turns(2, "derivatives of slices")
+@in_turns(3, "derivatives of slices")
 @pytest.mark.usefixtures("hazards")
 @by_day(6)
 @given(

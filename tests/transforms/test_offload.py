@@ -87,7 +87,7 @@ def on_a_process(rank: int, chosen: Any, world: int) -> Any:
 SOME = [(2, 2, 1), (3, 3, 0)]
 
 
-@in_turns(5, "on processes, as on threads")
+@in_turns(8, "on processes, as on threads")
 @pytest.mark.parametrize(("stage", "world", "memory"), [*SOME, (1, 3, 1), (1, 2, 0), (3, 3, 1)] if NIGHTLY else SOME)
 def test_on_gloo_processes(stage: int, world: int, memory: int) -> None:
     others = [("it", exactness.SHARDS[stage]), ("remat", fz.remat), ("donate", fz.donate)]

@@ -306,6 +306,7 @@ def every_way(rank: int) -> None:
         run(rank, ALL, transforms, (("a",), ("b",)), 3)
 
 
+@in_turns(8, "on processes, as on threads")
 @pytest.mark.filterwarnings("ignore:fz.offload to 'host'")
 def test_on_processes() -> None:
     run_ranks(every_way, 2, backend="processes")

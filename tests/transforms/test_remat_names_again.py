@@ -258,11 +258,7 @@ def _opens(p: Params, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "before",
-    [
-        lambda step: step,
-        lambda step: fz.remat(step, "blocks.*"),
-        lambda step: fz.remat(step, "blocks.*", ("a", "b")),
-    ],
+    [lambda step: step, lambda step: fz.remat(step, "blocks.*"), lambda step: fz.remat(step, "blocks.*", ("a", "b"))],
     ids=["plain", "whole", "other names"],
 )
 def test_a_function_that_ran_in_another_step_before_is_looked_at(before: Callable[[fz.Step], fz.Step]) -> None:
@@ -356,4 +352,3 @@ def refuses_residuals(rank: int, keep: dict[str, tuple[str, ...]], shard: Callab
 def test_writes_to_what_a_unit_computed_with(keep: Any, shard: Any) -> None:
     """In a residual connection that is added in place, as torch refuses it; at latest once it was looked at."""
     run_ranks(functools.partial(refuses_residuals, keep=keep, shard=shard), 2)
-

@@ -66,7 +66,7 @@ def test_several_axes_are_one(stage: int, mesh: object, scenario: str, remat: bo
     exactness.check(scenario, chosen, torch.Size(mesh[0]).numel())  # type: ignore[index]
 
 
-@in_turns(2)
+@in_turns(8, "on processes, as on threads")
 @pytest.mark.parametrize("mesh", MESHES[:1] + MESHES[3:4])
 def test_several_axes_on_real_processes(mesh: object) -> None:
     chosen = [("over", functools.partial(over, stage=3, mesh=mesh))]

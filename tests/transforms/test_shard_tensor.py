@@ -175,7 +175,7 @@ def test_drawn_functions_of_slices(
     check(layers, sizes if stage else (1, sizes[1]), stage, others)
 
 
-@in_turns(2)
+@in_turns(8, "on processes, as on threads")
 @pytest.mark.parametrize("sizes", [(2, 2), (1, 3)])
 def test_functions_of_slices_on_real_processes(sizes: tuple[int, int]) -> None:
     layers = (("mlp", 5), ("fused", 3), ("split", 1), ("gathered", 2))

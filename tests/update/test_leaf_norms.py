@@ -133,7 +133,7 @@ def on_processes(rank: int) -> None:
         )
 
 
-@in_turns(5, "on processes, as on threads")
+@in_turns(8, "on processes, as on threads")
 def test_on_real_processes() -> None:
     run_ranks(on_processes, 2, backend="processes")
 

@@ -73,7 +73,7 @@ if __name__ == "__main__":
 """
 
 
-@in_turns(5, "interpreters of their own")
+@in_turns(10, "interpreters of their own")
 def test_a_forked_child_ends_nothing(tmp_path: Path) -> None:
     """It may be collected there, closed, or used: which is refused at once."""
     script = tmp_path / "forks.py"

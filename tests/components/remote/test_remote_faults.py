@@ -240,7 +240,7 @@ def places(which: str) -> Any:
     return fz.remote(build, 2 if which == "vision" else 1, name=which, timeout=20)
 
 
-@in_turns(3, "processes that start slowly")
+@in_turns(10, "interpreters of their own")
 @pytest.mark.filterwarnings("ignore")
 def test_a_killed_run_recovers_to_the_bits_of_an_undisturbed_one(tmp_path: Path) -> None:
     before = {*os.listdir("/dev/shm")}
@@ -266,7 +266,7 @@ if __name__ == "__main__":
 """
 
 
-@in_turns(2)
+@in_turns(10, "interpreters of their own")
 @pytest.mark.parametrize("kill", [True, pytest.param(False, marks=at_length)])
 def test_no_rank_outlives_its_controlling_process(kill: bool, tmp_path: Path) -> None:
     """Killed, and ended without a close: silently."""

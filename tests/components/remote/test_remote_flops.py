@@ -38,10 +38,7 @@ class Product(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         x, w = ctx.saved_tensors
         count(2 * x.shape[0] * w.numel() * sum(ctx.needs_input_grad))
-        return (
-            grad @ w.T if ctx.needs_input_grad[0] else None,
-            x.T @ grad if ctx.needs_input_grad[1] else None,
-        )
+        return (grad @ w.T if ctx.needs_input_grad[0] else None, x.T @ grad if ctx.needs_input_grad[1] else None)
 
 
 def tower(p: Any, x: torch.Tensor) -> torch.Tensor:

@@ -54,10 +54,14 @@ def loop(on: str) -> list[torch.Tensor]:
         return out
 
 
-@in_turns(5, "interpreters of their own")
+@in_turns(10, "interpreters of their own")
 def test_the_same_bits_wherever_it_runs(cluster: None) -> None:
     """And an actor that dies is named, and one that finds no room: by the same actors, which start slowly."""
     del cluster
+    with pytest.raises(ValueError, match="expected some of"):
+        fz.remote(builds.built_trouble, 1, "ray", options={"cpus": 2})
+    with pytest.raises(TimeoutError, match=r"no room for 4 ranks with \{'CPU': 1\} each in 1 seconds; free are"):
+        fz.remote(builds.built_trouble, 4, "ray", timeout=1.0)
     threads, processes, actors = loop("threads"), loop("processes"), loop("ray")
     for x, y, z in zip(threads, processes, actors, strict=True):
         assert torch.equal(x, y) and torch.equal(x, z)
@@ -68,18 +72,6 @@ def need_named(text: Any, state: Any, *batch: object) -> None:
     with pytest.raises(fz.ComponentDied, match="ActorDiedError") as died:
         fz.fetch(text.forward(state, *batch, "kill"))
     assert (died.value.rank, died.value.component) == (0, "text") and time.monotonic() - begun < 5
-
-
-def test_mistakes_in_options(cluster: None) -> None:
-    del cluster
-    with pytest.raises(ValueError, match="expected some of"):
-        fz.remote(builds.built_trouble, 1, "ray", options={"cpus": 2})
-
-
-def test_more_than_the_cluster_has_is_refused(cluster: None) -> None:
-    del cluster
-    with pytest.raises(TimeoutError, match=r"no room for 4 ranks with \{'CPU': 1\} each in 1 seconds; free are"):
-        fz.remote(builds.built_trouble, 4, "ray", timeout=1.0)
 
 
 @at_length

@@ -162,7 +162,7 @@ out = [own.forward(state, x, "sleep") for _ in range(10)]
 """
 
 
-@in_turns(5, "interpreters of their own")
+@in_turns(10, "interpreters of their own")
 def test_threads_end_with_the_interpreter(tmp_path: Path) -> None:
     """Silently, in the midst of their calls."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
