@@ -118,7 +118,12 @@ def total(axis: Axis, x: torch.Tensor, tag: Hashable) -> torch.Tensor:
     pieces = x.reshape(-1).tensor_split(axis.size)
     mine = _sum(exchange(axis, pieces, [pieces[axis.rank].shape] * axis.size, tag))
     whole = x.new_empty(x.shape)
-    return fill(axis, whole, [mine] * axis.size, whole.view(-1).tensor_split(axis.size), tag)
+    send, parts = [mine] * axis.size, whole.view(-1).tensor_split(axis.size)
+    if graph.get() is None:
+        start_exchange(axis, send, parts, tag)()
+    else:
+        whole.view(-1).copy_(torch.cat(exchange(axis, send, [part.shape for part in parts], tag)))
+    return whole
 
 
 def most(axis: Axis, numbers: Sequence[int], tag: Hashable) -> list[int]:

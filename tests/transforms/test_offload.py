@@ -192,7 +192,9 @@ def test_a_state_is_a_value_wherever_it_lies(memory: Any) -> None:
         assert_trees_equal(fz.gather(new.params), want)
     assert_trees_equal(pickle.loads(pickle.dumps(fz.gather(third.params))), fz.gather(third.params))
 
-    def constant(t: torch.Tensor, state: Any = third, grads: Any = fz.gather(third.params)) -> torch.Tensor:
+    full = fz.gather(third.params)
+
+    def constant(t: torch.Tensor, state: Any = third, grads: Any = full) -> torch.Tensor:
         new, _ = step.update(state, grads)  # takes grads to the memory, and states from it
         return t * sum(leaf.double().sum() for leaf in (*optree.tree_leaves(state), *optree.tree_leaves(new)))
 
