@@ -38,18 +38,7 @@ class Slice(NamedTuple):
 
 @dataclass(eq=False)
 class Snapshot:
-    """What one rank saves.
-
-    Attributes:
-        items: of the state, which holds its buffers from the call on; listed later, by whoever writes them.
-        workers: threads that make checksums.
-        ready: has passed on the device once it has computed all of them.
-        kept: the state's items, as the manifest has them.
-        slices: with the buffers of each, which are let go as they are written.
-        tensors: those that are in no tree, by the number of their item, as files have them; all ranks hold them alike,
-            but for a carry, and rank 0 saves them.
-        copies: the checksums of what other ranks hold, too.
-    """
+    """What one rank saves."""
 
     layout: Layout
     axis: Axis
@@ -58,13 +47,16 @@ class Snapshot:
     seed: int
     extras: tuple[tuple[str, str, bool], ...]
     extra: object
-    workers: int
-    items: list[Item]
-    ready: torch.Event | None
-    kept: list[Kept] = field(default_factory=list)
+    workers: int  # threads that make checksums
+    items: list[Item]  # of the state, which holds its buffers from the call on; listed later, by whoever writes them
+    ready: torch.Event | None  # has passed on the device once it has computed all of them
+    kept: list[Kept] = field(default_factory=list)  # the state's items, as the manifest has them
+    # with the buffers of each, which are let go as they are written
     slices: list[tuple[Slice, list[Buffer]]] = field(default_factory=list)
+    # those that are in no tree, by the number of their item, as files have them; all ranks hold them alike, but for a
+    # carry, and rank 0 saves them
     tensors: dict[int, torch.Tensor] = field(default_factory=dict)
-    copies: Copies = field(default_factory=Copies)
+    copies: Copies = field(default_factory=Copies)  # the checksums of what other ranks hold, too
 
     @staticmethod
     def of(state: TrainState, extra: object, workers: int) -> Snapshot:
