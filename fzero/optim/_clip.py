@@ -57,22 +57,17 @@ def _clip_by_global_norm(
 ) -> tuple[object, object]:
     norm = joint_norm if joint_norm is not None else grad_norm if grad_norm is not None else global_norm(grads)
     norm = as_float64(norm)
-    if follows(norm) or follows(max_norm):
-        return _multiplied(grads, torch.where(norm == 0, 1.0, max_norm / torch.where(norm == 0, 1.0, norm))), state
-    factor = torch.clamp(max_norm / norm, max=1.0)
-    if isinstance(grads, Sharded):
-        return grads.scaled(1.0 if private.is_fake(factor) else float(factor)), state
-    return pytree.map(lambda g: g * factor.to(g.device, g.dtype), grads), state
-
-
-def _multiplied(grads: object, ratio: torch.Tensor) -> object:
-    """The gradients times min(1, ratio), differentiable by both; a ratio of zeros is as if they had passed."""
-    factor = ratio.clamp(max=1.0)
+    if followed := follows(norm) or follows(max_norm):  # by zeros, too: they pass
+        factor = torch.where(norm == 0, 1.0, max_norm / torch.where(norm == 0, 1.0, norm)).clamp(max=1.0)
+    else:
+        factor = torch.clamp(max_norm / norm, max=1.0)
     if not isinstance(grads, Sharded):
-        return pytree.map(lambda g: g * factor.to(g.device, g.dtype), grads)
+        return pytree.map(lambda g: g * factor.to(g.device, g.dtype), grads), state
+    if not followed:
+        return grads.scaled(1.0 if private.is_fake(factor) else float(factor)), state
     parts = {key: grads.local(key) for key in grads.groups}
     factors = {key: to_sharded(grads, key, factor).to(g.device, g.dtype) for key, g in parts.items()}
-    return grads.with_buffers({key: g * factors[key] for key, g in parts.items()})
+    return grads.with_buffers({key: g * factors[key] for key, g in parts.items()}), state
 
 
 def clip_by_block_norm(max_norm: Number) -> GradientTransformation:
