@@ -12,7 +12,7 @@ import torch
 from fzero.base import pytree
 from fzero.base.arguments import named
 from fzero.checkpoint.chunks import bytes_of, digest, on_host, staged
-from fzero.checkpoint.contents import Copies, Run, copies_of, described, runs, share
+from fzero.checkpoint.contents import Copies, Run, copies_of, runs, share
 from fzero.checkpoint.fill import Everyone
 from fzero.checkpoint.manifest import CODES, CODES_OF_TENSORS, Kept, Leaf, Piece, as_filed, header_of
 from fzero.comm.axis import Axis
@@ -136,9 +136,6 @@ class Snapshot:
             )
             for index, row in enumerate(self.layout.rows)
         )
-
-    def containers(self) -> object:
-        return described(self.structure)
 
     def pieces(self) -> list[tuple[Piece, torch.dtype]]:
         """Where in the file each slice goes, in the order in which they are written; offsets are those of the data."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from fzero.checkpoint import chunks
-from fzero.checkpoint.contents import Copies, difference
+from fzero.checkpoint.contents import Copies, described, difference
 from fzero.checkpoint.files import NAME, Folder
 from fzero.checkpoint.fill import Everyone
 from fzero.checkpoint.manifest import File, Manifest, Piece, is_foreign, read_manifest
@@ -254,7 +254,7 @@ def _manifest(snapshot: Snapshot, token: str, written: list[_Written]) -> Manife
         ranks=Everyone(snapshot.axis).count,
         axis=snapshot.axis.place,
         extras=snapshot.extras,
-        structure=snapshot.containers(),
+        structure=described(snapshot.structure),
         leaves=snapshot.leaves(),
         items=tuple(snapshot.kept),
         files=tuple(
