@@ -138,14 +138,7 @@ def _explained(
 
 
 class _Replay:
-    """One run of a step up to its gradients, with a look at its values.
-
-    Attributes:
-        step: as it runs here.
-        grads: scaled, reduced means over ranks.
-        loss: the metric.
-        values: the look.
-    """
+    """One run of a step up to its gradients (scaled means over ranks) and its loss, with a look at its values."""
 
     def __init__(
         self, step: Spec, state: TrainState, inputs: Sequence[object], cotangent: object, rng: int, limit: float

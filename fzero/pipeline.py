@@ -12,7 +12,7 @@ import torch
 from fzero.base import private
 from fzero.base.arguments import named, need_argnums, need_int, need_norm, wrong
 from fzero.base.follow import below_unless, is_transformed
-from fzero.components.call import Call, Plan, goes_forward, need_constants, need_one_place, told
+from fzero.components.call import Call, goes_forward, need_constants, need_one_place, told
 from fzero.components.line import Line
 from fzero.components.parts import ALL_KNOW, AllPlaces, PerStage, PipelineState, line_over, load_parts, need_groups
 from fzero.components.pullback import Losses, PipelinePullback
@@ -91,10 +91,6 @@ class Pipeline:
         line, home = self._line, self._wires.home
         every = range(len(self.steps))
         return tuple(c for c in every if line is None or self.schedule.place_of(home[c]) == line.place)
-
-    @property
-    def _plan(self) -> Plan:
-        return Plan(self._wires, self._micro, self._tasks, self._places)
 
     @property
     def _last(self) -> int:
@@ -217,7 +213,8 @@ class Pipeline:
         """Adds grads to those that the state keeps for the next update."""
         self._check(state, "pipeline.add_grads")
         self._check_grads(state, grads)
-        return self._each(state, lambda c: self._stages[c].add_grads(state[c], grads[c]))
+        own = {c: self._stages[c].add_grads(state[c], grads[c]) for c in self._here}
+        return PipelineState([own.get(c) for c in range(len(state))], self._places)
 
     def load_from(self, path: str, options: Mapping[str, Any]) -> PipelineState:
         """The states of a checkpoint. Use `fz.load(path, pipeline)`."""
@@ -238,10 +235,6 @@ class Pipeline:
     @property
     def _has_aux(self) -> bool:
         return self._stages[self._last].has_aux
-
-    def _each(self, state: PipelineState, fn: Callable[[int], Any]) -> PipelineState:
-        own = {c: fn(c) for c in self._here}
-        return PipelineState([own.get(c) for c in range(len(state))], self._places)
 
     def _check(self, state: object, who: str) -> None:
         if not isinstance(state, PipelineState):
@@ -281,7 +274,8 @@ class Pipeline:
     ) -> Call:
         rng = need_int(rng, "pipeline", "rng")
         passes = {c: self._stages[c].passes(state[c], self._micro.count, rng, at_once) for c in self._here}
-        return Call(self._plan, passes, inputs, wanted, records, keep, state[self._last])
+        own = self._wires, self._micro, self._tasks, self._places
+        return Call(*own, passes, inputs, wanted, records, keep, state[self._last])
 
     def _updated(self, state: PipelineState, grads: PerStage, grad_norm: object) -> tuple[PipelineState, Metrics]:
         with private.of_normal_tensors(), below_unless(self._followed(state, grads, grad_norm)):

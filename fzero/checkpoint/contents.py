@@ -26,17 +26,13 @@ from fzero.table.slices import Use
 
 
 class Run(NamedTuple):
-    """Consecutive elements of a leaf, or of this rank's slice of it, in one part of its format.
+    """Consecutive elements of a leaf, or of this rank's slice of it, in one part of its format."""
 
-    Attributes:
-        leaf: its index.
-        start, stop: in elements of the leaf or the slice, row by row; start is a multiple of 64.
-        low, high: in entries of the part, from where the range begins.
-    """
-
-    leaf: int
+    leaf: int  # its index
+    # start, stop: in elements of the leaf or the slice, row by row; start is a multiple of 64
     start: int
     stop: int
+    # low, high: in entries of the part, from where the range begins
     low: int
     high: int
 

@@ -62,22 +62,16 @@ class Everyone(NamedTuple):
 
 @dataclass(frozen=True)
 class Wanted:
-    """What somebody asked to be read; made where all ranks learn what is wrong with it.
+    """What somebody asked to be read; made where all ranks learn what is wrong with it."""
 
-    Attributes:
-        who: the function, for errors.
-        place: where the leaves lie, for errors.
-        like, pattern, lossy, lenient: as of `fz.load`.
-        seed: of the state, where the files have none.
-    """
-
-    who: str
-    place: str
+    who: str  # the function, for errors
+    place: str  # where the leaves lie, for errors
+    # like, pattern, lossy, lenient: as of `fz.load`
     like: object = None
     pattern: str = "*"
     lossy: bool = False
     lenient: bool = False
-    seed: int = 0
+    seed: int = 0  # of the state, where the files have none
 
     def __post_init__(self) -> None:
         need_str(self.pattern, self.who, "pattern", "a pattern of leaves")
@@ -93,19 +87,13 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Choice:
-    """The leaves of the state to be.
-
-    Attributes:
-        taken: the paths of those that are read.
-        device: that computes with them.
-        others: in words, the leaves that only one side has.
-    """
+    """The leaves of the state to be."""
 
     layout: Layout
     structure: pytree.Spec
-    taken: frozenset[str]
-    device: torch.device
-    others: tuple[str, ...]
+    taken: frozenset[str]  # the paths of those that are read
+    device: torch.device  # that computes with them
+    others: tuple[str, ...]  # in words, the leaves that only one side has
 
     @property
     def partial(self) -> bool:
@@ -225,19 +213,15 @@ def as_said(kind: str, text: str) -> Exception:
 
 
 class Files(Origin):
-    """Files as the origin of a state.
+    """Files as the origin of a state."""
 
-    Attributes:
-        said: what all ranks must find, called `what`.
-        seed: that the state was saved with, where the files have one.
-        leaves: of the params.
-    """
-
-    device, said, what = torch.device("cpu"), "", "The checkpoints"
-    seed: int | None = None
+    device, what = torch.device("cpu"), "The checkpoints"
+    said = ""  # what all ranks must find
+    seed: int | None = None  # that the state was saved with, where the files have one
 
     @property
     def leaves(self) -> Sequence[Leaf]:
+        """Of the params."""
         raise NotImplementedError
 
     def structure(self) -> pytree.Spec:

@@ -67,102 +67,70 @@ class NoCheckpoint(FileNotFoundError):
 
 
 class Piece(NamedTuple):
-    """A range of one leaf of one tree, in one part of its format; of a tensor that is no tree, all of it.
+    """A range of one leaf of one tree, in one part of its format; of a tensor that is no tree, all of it."""
 
-    Attributes:
-        item: which of the manifest's items.
-        leaf: which of its leaves; 0 of a tensor.
-        part: which part of the leaf's format.
-        start, stop: in elements of the leaf, or of a slice of it, row by row.
-        offset, nbytes: where it lies in its file.
-        rank: which slice, of a leaf that is cut.
-    """
-
-    item: int
-    leaf: int
-    part: int
+    item: int  # which of the manifest's items
+    leaf: int  # which of its leaves; 0 of a tensor
+    part: int  # which part of the leaf's format
+    # start, stop: in elements of the leaf, or of a slice of it, row by row
     start: int
     stop: int
+    # offset, nbytes: where it lies in its file
     offset: int
     nbytes: int
-    rank: int = 0
+    rank: int = 0  # which slice, of a leaf that is cut
 
 
 @dataclass(frozen=True)
 class File:
-    """A file of the checkpoint.
-
-    Attributes:
-        sha256: of what stands before the first piece, and then of every piece's chunks, see `checkpoint/chunks`.
-    """
+    """A file of the checkpoint."""
 
     name: str
     nbytes: int
-    sha256: tuple[str, ...]
+    sha256: tuple[str, ...]  # of what stands before the first piece, then of every piece's chunks (`checkpoint/chunks`)
     pieces: tuple[Piece, ...]
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """A leaf of the params.
+    """A leaf of the params."""
 
-    Attributes:
-        path: dotted.
-        dtype: its own.
-        row: how it was kept, in words.
-        sliced: how it was cut over a tensor axis; None of a leaf that was whole.
-    """
-
-    path: str
+    path: str  # dotted
     shape: tuple[int, ...]
-    dtype: str
-    row: str
-    sliced: Sliced | None = None
+    dtype: str  # its own
+    row: str  # how it was kept, in words
+    sliced: Sliced | None = None  # how it was cut over a tensor axis; None of a leaf that was whole
 
 
 @dataclass(frozen=True)
 class Kept:
-    """An item of the state: a tree, a tensor, or a number.
+    """An item of the state: a tree, a tensor, or a number."""
 
-    Attributes:
-        name: dotted: "params", "moments.mu", "extra.ema".
-        kind: "params", "signed", "nonnegative" or "values" of a tree; "tensor", "count" or "number".
-        formats: of a tree, leaf number -> the name of the format that it is stored in.
-        scale: what the values of a tree are multiplied by.
-        value: of a number; of a count what `Count.said` has; of a tensor its dtype and shape.
-    """
-
-    name: str
-    kind: str
-    formats: dict[int, str]
-    scale: float = 1.0
-    value: Any = None
+    name: str  # dotted: "params", "moments.mu", "extra.ema"
+    kind: str  # "params", "signed", "nonnegative" or "values" of a tree; "tensor", "count" or "number"
+    formats: dict[int, str]  # of a tree, leaf number -> the name of the format that it is stored in
+    scale: float = 1.0  # what the values of a tree are multiplied by
+    value: Any = None  # of a number; of a count what `Count.said` has; of a tensor its dtype and shape
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """All of a checkpoint but its tensors.
+    """All of a checkpoint but its tensors."""
 
-    Attributes:
-        token: of the save, in the names of its files.
-        step, seed: of the state.
-        ranks, axis: over which it lay, in words.
-        extras: name, kind and whether it is expendable, of each entry of `state.extra`.
-        structure: the containers of the params.
-        extra: the caller's.
-    """
-
-    token: str
+    token: str  # of the save, in the names of its files
+    # step, seed: of the state
     step: int
     seed: int
+    # ranks, axis: over which it lay, in words
     ranks: int
     axis: str
+    # name, kind and whether it is expendable, of each entry of `state.extra`
     extras: tuple[tuple[str, str, bool], ...]
-    structure: object
+    structure: object  # the containers of the params
     leaves: tuple[Leaf, ...]
     items: tuple[Kept, ...]
     files: tuple[File, ...]
-    extra: object
+    extra: object  # the caller's
 
     def text(self) -> bytes:
         """The file's content."""
@@ -258,17 +226,11 @@ def _sliced(said: tuple[int, list[list[list[int]]]] | None) -> Sliced | None:
 
 
 class Together(NamedTuple):
-    """Which checkpoints of components belong together.
+    """Which checkpoints of components belong together."""
 
-    Attributes:
-        slot: the subfolder that they are in, by their numbers.
-        tokens: of each of them.
-        extra: the caller's.
-    """
-
-    slot: str
-    tokens: list[str]
-    extra: Any
+    slot: str  # the subfolder that they are in, by their numbers
+    tokens: list[str]  # of each of them
+    extra: Any  # the caller's
 
 
 def read_together(folder: str) -> Together | None:

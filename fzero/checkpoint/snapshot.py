@@ -12,7 +12,7 @@ import torch
 from fzero.base import pytree
 from fzero.base.arguments import named
 from fzero.checkpoint.chunks import bytes_of, digest, on_host, staged
-from fzero.checkpoint.contents import Copies, Run, copies_of, described, runs, share
+from fzero.checkpoint.contents import Copies, Run, copies_of, runs, share
 from fzero.checkpoint.fill import Everyone
 from fzero.checkpoint.manifest import CODES, CODES_OF_TENSORS, Kept, Leaf, Piece, as_filed, header_of
 from fzero.comm.axis import Axis
@@ -38,18 +38,7 @@ class Slice(NamedTuple):
 
 @dataclass(eq=False)
 class Snapshot:
-    """What one rank saves.
-
-    Attributes:
-        items: of the state, which holds its buffers from the call on; listed later, by whoever writes them.
-        workers: threads that make checksums.
-        ready: has passed on the device once it has computed all of them.
-        kept: the state's items, as the manifest has them.
-        slices: with the buffers of each, which are let go as they are written.
-        tensors: those that are in no tree, by the number of their item, as files have them; all ranks hold them alike,
-            but for a carry, and rank 0 saves them.
-        copies: the checksums of what other ranks hold, too.
-    """
+    """What one rank saves."""
 
     layout: Layout
     axis: Axis
@@ -58,13 +47,16 @@ class Snapshot:
     seed: int
     extras: tuple[tuple[str, str, bool], ...]
     extra: object
-    workers: int
-    items: list[Item]
-    ready: torch.Event | None
-    kept: list[Kept] = field(default_factory=list)
+    workers: int  # threads that make checksums
+    items: list[Item]  # of the state, which holds its buffers from the call on; listed later, by whoever writes them
+    ready: torch.Event | None  # has passed on the device once it has computed all of them
+    kept: list[Kept] = field(default_factory=list)  # the state's items, as the manifest has them
+    # with the buffers of each, which are let go as they are written
     slices: list[tuple[Slice, list[Buffer]]] = field(default_factory=list)
+    # those that are in no tree, by the number of their item, as files have them; all ranks hold them alike, but for a
+    # carry, and rank 0 saves them
     tensors: dict[int, torch.Tensor] = field(default_factory=dict)
-    copies: Copies = field(default_factory=Copies)
+    copies: Copies = field(default_factory=Copies)  # the checksums of what other ranks hold, too
 
     @staticmethod
     def of(state: TrainState, extra: object, workers: int) -> Snapshot:
@@ -144,9 +136,6 @@ class Snapshot:
             )
             for index, row in enumerate(self.layout.rows)
         )
-
-    def containers(self) -> object:
-        return described(self.structure)
 
     def pieces(self) -> list[tuple[Piece, torch.dtype]]:
         """Where in the file each slice goes, in the order in which they are written; offsets are those of the data."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from fzero.checkpoint import chunks
-from fzero.checkpoint.contents import Copies, difference
+from fzero.checkpoint.contents import Copies, described, difference
 from fzero.checkpoint.files import NAME, Folder
 from fzero.checkpoint.fill import Everyone
 from fzero.checkpoint.manifest import File, Manifest, Piece, is_foreign, read_manifest
@@ -32,10 +32,7 @@ def _reached(who: Callable[[], str]) -> Iterator[None]:
 
 
 class Board:
-    """Notes of one save, by name, that every rank can read.
-
-    On several ranks they go through the process group's own store.
-    """
+    """Notes of one save, by name, that every rank can read in the process group's own store."""
 
     def __init__(self, token: str, ranks: int, timeout: float, rank: int) -> None:
         self.token, self._rank, self._shown = token, rank, time.monotonic()
@@ -97,18 +94,14 @@ _WELL = "well"
 
 class _Written(NamedTuple):
     """One rank's file, which is on the disk: its name in the folder, its size, the SHA-256 of its chunks, its pieces.
-
-    Attributes:
-        shared: what the rank holds as all must.
-        copies: the checksums of what it holds as some others must.
     """
 
     name: str
     nbytes: int
     sha256: list[str]
     pieces: list[Piece]
-    shared: dict[str, str]
-    copies: Copies
+    shared: dict[str, str]  # what the rank holds as all must
+    copies: Copies  # the checksums of what it holds as some others must
 
 
 def write(folder: Folder, snapshot: Snapshot, board: Board, then: Callable[[], None] | None) -> None:
@@ -261,7 +254,7 @@ def _manifest(snapshot: Snapshot, token: str, written: list[_Written]) -> Manife
         ranks=Everyone(snapshot.axis).count,
         axis=snapshot.axis.place,
         extras=snapshot.extras,
-        structure=snapshot.containers(),
+        structure=described(snapshot.structure),
         leaves=snapshot.leaves(),
         items=tuple(snapshot.kept),
         files=tuple(

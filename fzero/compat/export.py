@@ -36,11 +36,7 @@ _UNFINISHED = re.compile(r"\..*\.safetensors\.[0-9a-f]{12}")
 
 
 class Export:
-    """One call of `save_safetensors` on one rank.
-
-    Attributes:
-        tensors: name, dtype and shape of each tensor that is written.
-    """
+    """One call of `save_safetensors` on one rank."""
 
     def __init__(
         self,
@@ -58,6 +54,7 @@ class Export:
         self._names = {path: path if names is None else renamed(names, path) for path in tree}
         own = {path: dtype or tree.format(tree.layout.key_of[path][0]).dtype for path in tree}
         rows = [row for row in tree.layout.rows if row.path in own]
+        # name, dtype and shape of each tensor that is written
         self.tensors = [(self._names[row.path], own[row.path], row.shape) for row in rows]
         self.tensors += [(name, x.dtype, tuple(x.shape)) for name, x in also.items()]
         counts = collections.Counter(name for name, _, _ in self.tensors)

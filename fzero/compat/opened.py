@@ -126,15 +126,11 @@ class _File(NamedTuple):
 
 
 class Opened:
-    """The files that some paths stand for, from `open` until `close`.
-
-    Attributes:
-        entries: the tensors by name, in the order of the files.
-    """
+    """The files that some paths stand for, from `open` until `close`."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         self._paths, self._files = paths, dict[str, _File]()
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, Entry] = {}  # the tensors by name, in the order of the files
 
     def open(self) -> None:
         """Opens all of them."""

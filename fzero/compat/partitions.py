@@ -55,25 +55,17 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True)
 class Saved:
-    """What a folder has.
+    """What a folder has."""
 
-    Attributes:
-        files: their paths, and what is the same for all who see the same bytes.
-        updates: how many the run has applied.
-        shared: other names of tied params -> the names that they are saved under.
-        masters: whether the optimizer's states are those of named params.
-        params: their values, in the order of the files: masters of those that are trained, of others what the model
-            computes with.
-        moments: what the optimizer calls them (`exp_avg`) -> the values, by the names of params.
-        counts: how many updates the moments of a param have seen, where the optimizer counts them.
-    """
-
-    files: Mapping[str, str]
-    updates: int
-    shared: Mapping[str, str]
-    masters: bool
+    files: Mapping[str, str]  # their paths, and what is the same for all who see the same bytes
+    updates: int  # how many the run has applied
+    shared: Mapping[str, str]  # other names of tied params -> the names that they are saved under
+    masters: bool  # whether the optimizer's states are those of named params
+    # their values, in the order of the files: masters of those that are trained, of others what the model computes with
     params: dict[str, Spread] = field(default_factory=dict)
+    # what the optimizer calls them (`exp_avg`) -> the values, by the names of params
     moments: dict[str, dict[str, Spread]] = field(default_factory=dict)
+    # how many updates the moments of a param have seen, where the optimizer counts them
     counts: dict[str, int] = field(default_factory=dict)
 
 

@@ -127,18 +127,13 @@ WORDS = {
 
 
 class Others(Files, Generic[N]):
-    """Files of another library as the origin of a state.
-
-    Attributes:
-        params: paths of leaves -> their tensors in the files.
-        moments: what others call them -> these by the paths of leaves.
-        without: the argument that begins the moments anew; and what else may help where one is missing.
-    """
+    """Files of another library as the origin of a state."""
 
     extras = ()
-    params: dict[str, N]
-    moments: Mapping[str, Mapping[str, N]] = MappingProxyType({})
-    without, else_said = "optim=None", ""
+    params: dict[str, N]  # paths of leaves -> their tensors in the files
+    moments: Mapping[str, Mapping[str, N]] = MappingProxyType({})  # what others call them -> these by the same paths
+    without = "optim=None"  # the argument that begins the moments anew
+    else_said = ""  # what else may help where one is missing
 
     def form(self, tensor: N) -> tuple[tuple[int, ...], torch.dtype]:
         """The shape and the dtype of a tensor."""

@@ -34,13 +34,10 @@ Keys = Callable[[str], tuple[str, ...]]  # the path of a leaf -> keys in the nes
 
 
 class Writing:
-    """One call of `save_dcp` on one rank.
-
-    Attributes:
-        known: the name of each tensor -> its shape, its dtype, its keys in the nested state dict.
-    """
+    """One call of `save_dcp` on one rank."""
 
     def __init__(self, folder: str, state: TrainState, model: str, optim: str | None) -> None:
+        # the name of each tensor -> its shape, its dtype, its keys in the nested state dict
         self.known: dict[str, tuple[tuple[int, ...], torch.dtype, tuple[str, ...]]] = {}
         self._folder, self._leads = folder, Everyone(state.params.axis).leads
         self._trees, self._counts = dict[str, tuple[Sharded, Keys]](), dict[str, torch.Tensor]()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -35,24 +35,12 @@ def goes_forward(task: Task) -> bool:
     return (task.peer > task.stage) is (task.kind is Kind.SEND)
 
 
-class Plan(NamedTuple):
-    """What all calls of a pipeline have.
-
-    Attributes:
-        tasks: of this place, in order; messages too where there are other places.
-        places: of all components; its line is this rank's place, None where all stages are driven from here.
-    """
-
-    wires: Wiring
-    micro: Microbatches
-    tasks: Sequence[Task]
-    places: AllPlaces
-
-
 class Call:
     """One run of a pipeline: its forward and backward tasks, apart or in one go.
 
     Args:
+        tasks: of this place, in order; messages too where there are other places.
+        places: of all components; its line is this rank's place, None where all stages are driven from here.
         inputs: of the pipeline.
         records: whether to note when each task began and ended, in `spans`.
         last: the state of the last stage, where that runs here.
@@ -63,7 +51,10 @@ class Call:
 
     def __init__(
         self,
-        plan: Plan,
+        wires: Wiring,
+        micro: Microbatches,
+        tasks: Sequence[Task],
+        places: AllPlaces,
         passes: Mapping[int, StagePasses],
         inputs: Sequence[object],
         wanted: Iterable[int] | None,
@@ -71,7 +62,7 @@ class Call:
         keep: Callable[[int, object], object] = lambda _, output: output,
         last: TrainState | None = None,
     ) -> None:
-        wires, micro, self._tasks, places = plan
+        self._tasks = tasks
         self._error: BaseException | None = None
         self._rests = collections.deque[tuple[Task, Callable[[], None]]]()  # of backward tasks, in their order
         self._alive = 0  # pullbacks

@@ -42,11 +42,7 @@ def tried(make: Callable[[], T]) -> tuple[T | Any, Exception | None]:
 
 
 class AllPlaces:
-    """All places of a pipeline, of which a line is one; without a line there is but one.
-
-    Attributes:
-        leads: whether this rank is the one that speaks for all places.
-    """
+    """All places of a pipeline, of which a line is one; without a line there is but one, which `leads`."""
 
     def __init__(self, line: Line | None, home: Mapping[int, int]) -> None:
         self.line, self._home, self.leads = line, home, line is None or line.rank == 0

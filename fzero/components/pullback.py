@@ -26,18 +26,14 @@ WHO = "pipeline(state, *inputs)"
 
 
 class Losses:
-    """What a step keeps of the last stage's outputs: their losses, or how their cotangent is split.
-
-    Attributes:
-        times: by what to divide the sum of the gradients.
-    """
+    """What a step keeps of the last stage's outputs: their losses, or how their cotangent is split."""
 
     def __init__(self, micro: Microbatches, cotangent: object) -> None:
         self._micro, self._cotangent = micro, cotangent
         self._counts = Counts()
         self._losses: dict[int, Any] = {}  # by microbatch
         self._pieces: dict[int, object] = {}
-        self.times = 1.0
+        self.times = 1.0  # by what to divide the sum of the gradients
 
     def begin(self, counts: Counts) -> None:
         """A call begins, whose microbatches will count so."""

@@ -42,17 +42,12 @@ KINDS = {
 
 
 class Weighed(NamedTuple):
-    """Grads, with those that the state keeps, and their squares.
-
-    Attributes:
-        by_leaf: the sum of squares of each leaf, over all shards, float64: [leaves]; of a component on ranks of its own
-            a handle.
-        own: those of this rank's parts.
-    """
+    """Grads, with those that the state keeps, and their squares."""
 
     grads: Grads
+    # the sum of squares of each leaf, over all shards, float64: [leaves]; of a component on ranks of its own a handle
     by_leaf: Any
-    own: LeafSquares
+    own: LeafSquares  # those of this rank's parts
     metrics: Mapping[str, object]  # of its update that are known before it: "lr", the loss scale
 
 
@@ -262,13 +257,7 @@ def updated(
     grad_norm: object,
     places: AllPlaces,
 ) -> tuple[PipelineState, Metrics]:
-    """The next states and the metrics.
-
-    Args:
-        stages: component -> stage, of those that run in this place.
-        grad_norm: what to clip by instead of the norm over all components.
-        places: of all components.
-    """
+    """The next states and the metrics, of the stages that run in this place."""
     weighed: dict[int, Weighed] = {}
 
     def weigh() -> dict[int, tuple[Any, Mapping[str, object], int]]:

@@ -35,19 +35,13 @@ class Ports(NamedTuple):
 
 @dataclass(frozen=True)
 class Wiring:
-    """Which values flow between the components of a pipeline.
+    """Which values flow between the components of a pipeline."""
 
-    Attributes:
-        stages: the number of stages; components of higher numbers are shared by stages.
-        inputs: stage -> the pipeline's inputs that it takes.
-        skips: (stage, item) -> the later stages that this item of its output goes to.
-        shared: component -> the stages that it gives its output to.
-    """
-
-    stages: int
-    inputs: tuple[tuple[int, tuple[int, ...]], ...]
+    stages: int  # the number of stages; components of higher numbers are shared by stages
+    inputs: tuple[tuple[int, tuple[int, ...]], ...]  # stage -> the pipeline's inputs that it takes
+    # (stage, item) -> the later stages that this item of its output goes to
     skips: tuple[tuple[Wire, tuple[int, ...]], ...]
-    shared: tuple[tuple[int, tuple[int, ...]], ...]
+    shared: tuple[tuple[int, tuple[int, ...]], ...]  # component -> the stages that it gives its output to
 
     @cached_property
     def arguments(self) -> tuple[tuple[Wire | Input, ...], ...]:
@@ -107,13 +101,7 @@ def wiring(
     skips: Mapping[Any, int | Sequence[int]] | None,
     shared: Number | None,
 ) -> Wiring:
-    """The wiring of `fz.pipeline(...)`, with its arguments checked.
-
-    Args:
-        inputs: stage -> numbers of the pipeline's inputs.
-        skips: (stage, item) -> later stages.
-        shared: component -> stages.
-    """
+    """The wiring of `fz.pipeline(...)`, with its arguments checked."""
     skipping = []
     for key, targets in _mapping("skips", skips).items():
         if not (isinstance(key, tuple) and len(key) == 2 and not isinstance(key[0], bool)):

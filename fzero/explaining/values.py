@@ -46,18 +46,7 @@ class _Op(NamedTuple):
 
 
 class Values(dispatch.TorchDispatchMode):
-    """The look at one run of a step on this rank.
-
-    Args:
-        limit: magnitudes beyond it are noted.
-
-    Attributes:
-        phase: "forward" or "backward".
-        microbatch: its number.
-        large: (unit, phase) -> what was largest beyond the limit.
-        left: what the outputs' values come of, by microbatch.
-        pulled: the leaves whose cotangents are not finite, in the order of the pullback: microbatch, path, what of.
-    """
+    """The look at one run of a step on this rank; magnitudes beyond a limit are noted."""
 
     supports_higher_order_operators = True  # each as one operation
 
@@ -73,8 +62,9 @@ class Values(dispatch.TorchDispatchMode):
         self._sources: dict[tuple[int, int, str], Fault] = {}
         self._call: tuple[FrameType, str | None] | None = None  # of a unit that is a plain call
         self._present: object = None
-        self.large: dict[tuple[str, str], Overflow] = {}
-        self.left: dict[int, Taint] = {}
+        self.large: dict[tuple[str, str], Overflow] = {}  # (unit, phase) -> what was largest beyond the limit
+        self.left: dict[int, Taint] = {}  # what the outputs' values come of, by microbatch
+        # the leaves whose cotangents are not finite, in the order of the pullback: microbatch, path, what of
         self.pulled: list[tuple[int, str, Taint]] = []
 
     # ---- a microbatch

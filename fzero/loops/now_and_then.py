@@ -21,20 +21,16 @@ Extra = Callable[[], Mapping[str, object]]
 
 
 class Evaluation:
-    """Evaluates every so many steps. The first number counts: lower is better, and NaN never is.
-
-    Attributes:
-        values: the last ones, by name.
-        fresh: whether they are the newest state's.
-        best, since: the lowest first number so far, and the number of evaluations since then.
-    """
+    """Evaluates every so many steps. The first number counts: lower is better, and NaN never is."""
 
     def __init__(self, evaluate: Evaluate | None, every: int, patience: int | None, best: bool = False) -> None:
         self._evaluate, self._every, self._patience = evaluate, every, patience
         self._judges = best or patience is not None
-        self.values: Mapping[str, float] = {}
+        self.values: Mapping[str, float] = {}  # the last ones, by name
+        self.fresh = True  # whether they are the newest state's
+        # the lowest first number so far, and the number of evaluations since then
         self.best: float | None = None
-        self.since, self.fresh = 0, True
+        self.since = 0
 
     @property
     def over(self) -> bool:
@@ -80,11 +76,7 @@ class Evaluation:
 
 
 class Saves:
-    """Checkpoints of a run, in the background, and those of its best states.
-
-    Attributes:
-        saved: whether there is a checkpoint of the newest state.
-    """
+    """Checkpoints of a run, in the background, and those of its best states."""
 
     def __init__(
         self,
@@ -95,7 +87,7 @@ class Saves:
     ) -> None:
         self._checkpoints, self._every, self._best, self._extra = checkpoints, every, best, extra
         self._saving: Saving | None = None
-        self._clock, self.saved = 0.0, False
+        self._clock, self.saved = 0.0, False  # whether there is a checkpoint of the newest state
 
     def begin(self, resumed: bool) -> None:
         """From here on time counts; the state that a run goes on from is saved."""

@@ -29,14 +29,10 @@ STEP, SECONDS = "step", "seconds"  # of a row: how many were taken, and what one
 
 
 class Record:
-    """Rows of numbers, and what shows them on the rank that leads.
-
-    Attributes:
-        logged: the last row, its numbers by their names.
-    """
+    """Rows of numbers, and what shows them on the rank that leads."""
 
     def __init__(self, log: str | None, tensorboard: str | None, progress: bool | str | None, every: int) -> None:
-        self.logged: dict[str, float] = {}
+        self.logged: dict[str, float] = {}  # the last row, its numbers by their names
         self._metrics: Row = {}  # what of it are the step's
         self._log, self._tensorboard, self._progress, self._every = log, tensorboard, progress, every
         self._writers, self._stack = list[Callable[[Row], None]](), contextlib.ExitStack()

@@ -57,22 +57,14 @@ def _clip_by_global_norm(
 ) -> tuple[object, object]:
     norm = joint_norm if joint_norm is not None else grad_norm if grad_norm is not None else global_norm(grads)
     norm = as_float64(norm)
-    if follows(norm) or follows(max_norm):
-        return _multiplied(grads, torch.where(norm == 0, 1.0, max_norm / torch.where(norm == 0, 1.0, norm))), state
-    factor = torch.clamp(max_norm / norm, max=1.0)
-    if isinstance(grads, Sharded):
-        return grads.scaled(1.0 if private.is_fake(factor) else float(factor)), state
-    return pytree.map(lambda g: g * factor.to(g.device, g.dtype), grads), state
-
-
-def _multiplied(grads: object, ratio: torch.Tensor) -> object:
-    """The gradients times min(1, ratio), differentiable by both; a ratio of zeros is as if they had passed."""
-    factor = ratio.clamp(max=1.0)
+    factor = _factor(norm, max_norm)
     if not isinstance(grads, Sharded):
-        return pytree.map(lambda g: g * factor.to(g.device, g.dtype), grads)
+        return pytree.map(lambda g: g * factor.to(g.device, g.dtype), grads), state
+    if not (follows(norm) or follows(max_norm)):
+        return grads.scaled(1.0 if private.is_fake(factor) else float(factor)), state
     parts = {key: grads.local(key) for key in grads.groups}
     factors = {key: to_sharded(grads, key, factor).to(g.device, g.dtype) for key, g in parts.items()}
-    return grads.with_buffers({key: g * factors[key] for key, g in parts.items()})
+    return grads.with_buffers({key: g * factors[key] for key, g in parts.items()}), state
 
 
 def clip_by_block_norm(max_norm: Number) -> GradientTransformation:
@@ -101,9 +93,12 @@ def _clip_by_block_norm(
     max_norm: Number, grads: dict[str, torch.Tensor], state: object, params: dict[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], object]:
     ((path, g),) = grads.items()
-    norm = norm_of(g)
-    factor = torch.where(norm == 0, 1.0, max_norm / torch.where(norm == 0, 1.0, norm)).clamp(max=1.0)
-    return {path: g * factor.to(g.dtype)}, state
+    return {path: g * _factor(norm_of(g), max_norm).to(g.dtype)}, state
+
+
+def _factor(norm: torch.Tensor, max_norm: Number) -> torch.Tensor:
+    """What makes a norm the largest one, or 1; zeros pass, and have derivatives."""
+    return torch.where(norm == 0, 1.0, max_norm / torch.where(norm == 0, 1.0, norm)).clamp(max=1.0)
 
 
 def adaptive_clip(clipping: Number = 0.01, eps: Number = 1e-3) -> GradientTransformation:
@@ -162,9 +157,7 @@ def clip_by_value(max_value: Number) -> GradientTransformation:
     """
     need_hypers("clip_by_value", max_value=(max_value, "a positive number"))
 
-    return GradientTransformation(
-        _nothing, functools.partial(_clip_by_value, max_value), blank=True, elementwise=True
-    )
+    return GradientTransformation(_nothing, functools.partial(_clip_by_value, max_value), blank=True, elementwise=True)
 
 
 def _clip_by_value(

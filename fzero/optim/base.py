@@ -105,34 +105,23 @@ def transformation_of(own: object, **more: Any) -> GradientTransformation:
 class Elementwise(Rated):
     """An optimizer of elementwise formulas, whose moments begin with zeros; as data, so that it can be pickled.
 
-    In all of these `now` is the learning rate and `count` the number of updates, this one included.
-
-    Args:
-        name: of its column in the table; up to a comma, its function's.
-        lr: learning rate, or a schedule of the number of applied updates. It and other numbers may be 0-d tensors.
-        state: `state(count, *moments)`.
-        nonnegative: for each moment whether it never is negative.
-        direction: `direction(now, count, g, *moments) -> (update, *moments)`, of a tensor; a moment may be None.
-        formula: `formula(o, h, p, g, *moments) -> (p, *moments)` over the operations of `fzero/formats/ops.py`; h[0]
-            multiplies the gradient.
-        hyper: `hyper(now, count)`, the numbers h from h[1] on.
-        kernel: `kernel(now, count, p, g, *moments)`, the same in place, where all moments are in the dtype that is
-            computed in.
-        generated: whether the formula is preferred to it where a kernel can be generated, also without a compiler.
-        coupled, decoupled: a weight decay that is added to the gradients, and one that is multiplied by the rate.
+    In all of these `now` is the learning rate and `count` the number of updates, this one included. Numbers may be 0-d
+    tensors.
     """
 
-    name: str
-    lr: Number | Schedule
-    state: Callable[..., Kept]
-    nonnegative: Sequence[bool]
+    name: str  # of its column in the table; up to a comma, its function's
+    lr: Number | Schedule  # or a schedule of the number of applied updates
+    state: Callable[..., Kept]  # state(count, *moments)
+    nonnegative: Sequence[bool]  # for each moment whether it never is negative
+    # direction(now, count, g, *moments) -> (update, *moments), of a tensor; a moment may be None
     direction: Callable[..., tuple[Any, ...]]
-    formula: Formula
-    hyper: Callable[[float, int], Sequence[float]]
+    formula: Formula  # formula(o, h, p, g, *moments) -> (p, *moments); h[0] multiplies the gradient
+    hyper: Callable[[float, int], Sequence[float]]  # hyper(now, count), the numbers h from h[1] on
+    # kernel(now, count, p, g, *moments), the same in place, where all moments are in the dtype that is computed in
     kernel: Callable[..., None] | None = None
-    generated: bool = False
-    coupled: Number = 0.0
-    decoupled: Number = 0.0
+    generated: bool = False  # whether the formula is preferred where a kernel can be generated, also without a compiler
+    coupled: Number = 0.0  # a weight decay that is added to the gradients
+    decoupled: Number = 0.0  # one that is multiplied by the rate
 
     def __post_init__(self) -> None:
         name = self.name.partition(",")[0]

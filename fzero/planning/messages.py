@@ -155,15 +155,11 @@ def by_name(sizes: Mapping[str, int]) -> str:
 
 
 class Message(NamedTuple):
-    """A gather of a group's params, or the reduction of their gradients.
-
-    Attributes:
-        nbytes: that this rank sends to all others.
-    """
+    """A gather of a group's params, or the reduction of their gradients."""
 
     what: str  # "gather" or "reduce"
     key: Key
-    nbytes: int
+    nbytes: int  # that this rank sends to all others
 
 
 class Turn(NamedTuple):

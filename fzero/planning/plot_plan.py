@@ -142,14 +142,10 @@ def _draw_bars(axes: Axes, sizes: Mapping[str, Sequence[float]]) -> Axes:
 
 @dataclass(frozen=True)
 class View:
-    """A leaf as a rectangle: the dim that is cut lies across, but for the first of several, which lies down.
+    """A leaf as a rectangle: the dim that is cut lies across, but for the first of several, which lies down."""
 
-    Attributes:
-        shape: of the leaf.
-        rows, columns: its elements, row-major.
-    """
-
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the leaf
+    # rows, columns: its elements, row-major
     rows: int
     columns: int
 

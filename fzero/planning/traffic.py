@@ -31,29 +31,18 @@ MEMORIES = (DEVICE, HOST, DISK)
 
 @dataclass(frozen=True)
 class Piece:
-    """One kind of state of a group, on one rank.
+    """One kind of state of a group, on one rank."""
 
-    Attributes:
-        kind: "params" (this rank's slice), "held" (all of them, in ZeRO-1 and 2), "grads", "moments" or "extra".
-        memory: "device", "host" or "disk".
-        parts: the bytes of each of its buffers.
-        reads: how often a step brings all of it to the device (or, to update it, from the disk to the host).
-        fetches: how often it brings what it computes with, `fetched` bytes.
-        writes: how often a step puts it away.
-        copies: whether an update makes the next one before it lets go of the last one.
-        down: bytes of grads that a step puts beside it, to update it there.
-    """
-
-    kind: str
+    kind: str  # "params" (this rank's slice), "held" (all of them, in ZeRO-1 and 2), "grads", "moments" or "extra"
     unit: str
-    memory: str
-    parts: tuple[int, ...]
-    reads: int = 0
-    writes: int = 0
-    copies: bool = False
-    fetches: int = 0
+    memory: str  # "device", "host" or "disk"
+    parts: tuple[int, ...]  # the bytes of each of its buffers
+    reads: int = 0  # how often a step brings all of it to the device (or, to update it, from the disk to the host)
+    writes: int = 0  # how often a step puts it away
+    copies: bool = False  # whether an update makes the next one before it lets go of the last one
+    fetches: int = 0  # how often it brings what it computes with, `fetched` bytes
     fetched: int = 0
-    down: int = 0
+    down: int = 0  # bytes of grads that a step puts beside it, to update it there
 
     @property
     def nbytes(self) -> int:

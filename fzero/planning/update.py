@@ -36,16 +36,11 @@ Records = Sequence[tuple[str, Hashable, int]]  # operation, tag, bytes
 
 
 class Taken(NamedTuple):
-    """What an update takes.
+    """What an update takes."""
 
-    Attributes:
-        nbytes: at most, beside the old state, the next one and the gradients.
-        after: the same, of the entries of the state that are updated once all groups are.
-        over, tensor: what it sends over the sharded axis, and over the one that leaves are cut over.
-    """
-
-    nbytes: int
-    after: int = 0
+    nbytes: int  # at most, beside the old state, the next one and the gradients
+    after: int = 0  # the same, of the entries of the state that are updated once all groups are
+    # over, tensor: what it sends over the sharded axis, and over the one that leaves are cut over
     over: Records = ()
     tensor: Records = ()
 

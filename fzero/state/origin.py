@@ -30,23 +30,14 @@ TREES = ("params", "signed", "nonnegative", "values")  # the kinds of items that
 
 
 class Origin:
-    """All that a state is made from.
+    """All that a state is made from."""
 
-    Attributes:
-        place: where it is, for errors.
-        call: that allows losses, for errors: "fz.load(path, step, lossy=True)".
-        anew: that takes the params alone, for errors.
-        device: where a source's parts arrive.
-        kinds: of every item that there is, by its name (see `state/items`).
-        extras: of `state.extra`.
-    """
-
-    place: str
-    call: str
-    anew: str
-    device: torch.device
-    kinds: Mapping[str, str]
-    extras: Extras
+    place: str  # where it is, for errors
+    call: str  # that allows losses, for errors: "fz.load(path, step, lossy=True)"
+    anew: str  # that takes the params alone, for errors
+    device: torch.device  # where a source's parts arrive
+    kinds: Mapping[str, str]  # of every item that there is, by its name (see `state/items`)
+    extras: Extras  # of `state.extra`
 
     def meet(self, moments: Sequence[Item]) -> None:
         """Told of the moments that the step keeps, before it asks for any."""
@@ -89,21 +80,14 @@ class Origin:
 
 @dataclass(frozen=True)
 class Move:
-    """The values of an origin on their way into a state of a step.
-
-    Attributes:
-        device: that computes with the state.
-        lossy: whether values may be rounded, and entries dropped.
-        updates: how many the run has applied.
-        taken: the paths of the leaves that are taken; all that there are by default.
-    """
+    """The values of an origin on their way into a state of a step."""
 
     origin: Origin
     step: Spec
-    device: torch.device
-    lossy: bool
-    updates: int
-    taken: frozenset[str] | None = None
+    device: torch.device  # that computes with the state
+    lossy: bool  # whether values may be rounded, and entries dropped
+    updates: int  # how many the run has applied
+    taken: frozenset[str] | None = None  # the paths of the leaves that are taken; all that there are by default
 
     def params(self, layout: Layout, axis: Axis, structure: pytree.Spec, base: Sharded | None) -> Sharded:
         """This rank's slices of all params; those that are held whole on the device still.

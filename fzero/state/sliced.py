@@ -25,14 +25,10 @@ Piece = tuple[int, int]  # its start and its size along a dim
 
 
 class Sliced(NamedTuple):
-    """Where the slices of a leaf lie in it, each as some pieces along one dim, one after the other.
+    """Where the slices of a leaf lie in it, each as some pieces along one dim, one after the other."""
 
-    Attributes:
-        dim: of the leaf.
-        pieces: rank -> its pieces in ascending order, none of them empty or continued by the next one.
-    """
-
-    dim: int
+    dim: int  # of the leaf
+    # rank -> its pieces in ascending order, none of them empty or continued by the next one
     pieces: tuple[tuple[Piece, ...], ...]
 
     def shape(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:

@@ -25,12 +25,7 @@ SMALL = 1 << 14  # elements of a buffer, up to which the calls of torch cost mor
 
 
 class LeafSquares:
-    """The sums of squares of some leaves.
-
-    Attributes:
-        leaves: their numbers, in order.
-        vector: [leaves], float64.
-    """
+    """The sums of squares of some leaves, in the order of their numbers: a float64 vector."""
 
     def __init__(self, leaves: Sequence[int], vector: torch.Tensor) -> None:
         if sorted(leaves) != list(leaves):
@@ -175,11 +170,7 @@ def _differing(squares: torch.Tensor) -> list[int]:
 
 
 def _need_alike(squares: torch.Tensor, leaves: Sequence[int], like: Sharded) -> None:
-    """Refuses leaves that are whole on every rank of the tensor axis, and of which the ranks have something else.
-
-    Args:
-        squares: [ranks, leaves], of each leaf's values.
-    """
+    """Refuses leaves that are whole on every rank of the tensor axis, and of which ranks have other squares."""
     over = like.axis.tensor
     for place in _differing(squares):
         row = like.layout.rows[leaves[place]]

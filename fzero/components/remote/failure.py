@@ -37,23 +37,16 @@ class ComponentDied(RuntimeError):
 
 
 class Failure(NamedTuple):
-    """An error on one rank.
+    """An error on one rank."""
 
-    Attributes:
-        kind: the builtin type that is raised of it, or "ComponentDied".
-        follows: whether it probably follows from that of another rank, which stopped.
-        broken: whether the rank's process group is of no use any more.
-        lost: the identity of the component whose death it follows from.
-    """
-
-    kind: str
+    kind: str  # the builtin type that is raised of it, or "ComponentDied"
     message: str
     component: str
     rank: int
     trace: str = ""
-    follows: bool = False
-    broken: bool = False
-    lost: str = ""
+    follows: bool = False  # whether it probably follows from that of another rank, which stopped
+    broken: bool = False  # whether the rank's process group is of no use any more
+    lost: str = ""  # the identity of the component whose death it follows from
 
 
 class Failed(Exception):

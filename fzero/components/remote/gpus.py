@@ -22,17 +22,11 @@ _unable: set[str] = set()  # GPUs on which this process cannot map what others h
 
 
 class Offer(NamedTuple):
-    """What an owner says ahead of the first turn.
+    """What an owner says ahead of the first turn."""
 
-    Attributes:
-        rows: of each tensor its dtype and shape.
-        handle: CUDA's, of the piece.
-        nbytes: of the piece.
-    """
-
-    rows: Sequence[tuple[torch.dtype, tuple[int, ...]]]
-    handle: bytes
-    nbytes: int
+    rows: Sequence[tuple[torch.dtype, tuple[int, ...]]]  # of each tensor
+    handle: bytes  # CUDA's, of the piece
+    nbytes: int  # of the piece
 
 
 class _Handle(ctypes.Structure):

@@ -28,20 +28,15 @@ GRACE = 2.0  # seconds that a rank has to end by itself
 
 
 class Group:
-    """The ranks of one component. Nothing here holds the component: when nobody does, it is closed.
-
-    Attributes:
-        died: why the component is lost, once it is.
-        places: of each rank.
-    """
+    """The ranks of one component. Nothing here holds the component: when nobody does, it is closed."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.links: Sequence[Link] = ()
-        self.died: ComponentDied | None = None
+        self.died: ComponentDied | None = None  # why the component is lost, once it is
         self.closed = False
         self._ended, self._process = False, os.getpid()
-        self.places = [Place()] * settings.ranks
+        self.places = [Place()] * settings.ranks  # of each
         self._given: dict[int, list[Digest]] = {}  # of each rank, where others share its examples: of its params
         self.puller = Puller()
         self._numbers = itertools.count()

@@ -19,21 +19,17 @@ from fzero.components.remote.wire import Skeleton, Slot, slots_of
 
 
 class Layout(NamedTuple):
-    """A tensor over ranks.
+    """A tensor over ranks."""
 
-    Attributes:
-        kind, dims: as of its pieces.
-        lengths: of each dim those of its pieces, in order; of a dim that is whole its size alone.
-        dtype, device: the device is where its parts lie.
-        weights: of a mean, by pieces of what its weights depend on.
-    """
-
+    # kind, dims: as of its pieces
     kind: str
     dims: Dims
+    # of each dim those of its pieces, in order; of a dim that is whole its size alone
     lengths: tuple[tuple[int, ...], ...]
+    # dtype, device: the device is where its parts lie
     dtype: torch.dtype
     device: str = "cpu"
-    weights: tuple[float, ...] = (1.0,)
+    weights: tuple[float, ...] = (1.0,)  # of a mean, by pieces of what its weights depend on
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -184,17 +180,12 @@ def _added(terms: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 class Cut(NamedTuple):
-    """How one tensor of the inputs is cut.
+    """How one tensor of the inputs is cut."""
 
-    Attributes:
-        dims: for each dim the axes that it lies over; None where examples do in dim 0, of what has one.
-        lengths: the number of the tensor of lengths whose examples the rows are of; -1 of what is not ragged.
-        leads: whether it is such a tensor of lengths, which every rank is given whole.
-    """
-
+    # for each dim the axes that it lies over; None where examples do in dim 0, of what has one
     dims: Dims | None = None
-    lengths: int = -1
-    leads: bool = False
+    lengths: int = -1  # the number of the tensor of lengths whose examples the rows are of; -1 of what is not ragged
+    leads: bool = False  # whether it is such a tensor of lengths, which every rank is given whole
 
     def dims_of(self, place: Place, shape: Sequence[int], what: str) -> Dims:
         """The dims of a tensor of this shape."""

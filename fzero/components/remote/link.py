@@ -16,43 +16,29 @@ Arguments = dict[str, Any]  # of a call, by name
 
 
 class Settings(NamedTuple):
-    """What all ranks of a component are told as they start.
-
-    Attributes:
-        identity: of the component, which no other has.
-        timeout: seconds that a call, or the start, may take.
-        threads: that torch computes with, as in the controlling process: sums have the same bits then.
-        checked: whether what ranks communicate is compared first.
-        backend: of their process group: "gloo", or "nccl" beside it, for tensors on GPUs.
-        dtype: the default dtype, as in the controlling process: of what functions make of nothing.
-        in_specs, out_specs: how inputs and outputs lie over the ranks; None where examples do in dim 0.
-    """
+    """What all ranks of a component are told as they start."""
 
     component: str
-    identity: str
+    identity: str  # of the component, which no other has
     ranks: int
-    timeout: float
-    threads: int
-    checked: bool
+    timeout: float  # seconds that a call, or the start, may take
+    threads: int  # that torch computes with, as in the controlling process: sums have the same bits then
+    checked: bool  # whether what ranks communicate is compared first
+    # the default dtype, as in the controlling process: of what functions make of nothing
     dtype: torch.dtype = torch.float32
+    # in_specs, out_specs: how inputs and outputs lie over the ranks; None where examples do in dim 0
     in_specs: object = None
     out_specs: object = None
-    backend: str = "gloo"
+    backend: str = "gloo"  # of their process group: "gloo", or "nccl" beside it, for tensors on GPUs
 
 
 class Place(NamedTuple):
-    """A rank's place in its component.
+    """A rank's place in its component."""
 
-    Attributes:
-        axes: of each axis its name, this rank's number on it, and its size.
-        averaged: the axes that the step takes means over, as far as they are known by name.
-        batch: those that examples lie over where no specs say anything else.
-        mean_rank, means: which of how many the step takes means over it is.
-    """
-
-    axes: tuple[tuple[str, int, int], ...] = ()
-    averaged: tuple[str, ...] = ()
-    batch: tuple[str, ...] = ()
+    axes: tuple[tuple[str, int, int], ...] = ()  # of each axis its name, this rank's number on it, and its size
+    averaged: tuple[str, ...] = ()  # the axes that the step takes means over, as far as they are known by name
+    batch: tuple[str, ...] = ()  # those that examples lie over where no specs say anything else
+    # mean_rank, means: which of how many the step takes means over it is
     mean_rank: int = 0
     means: int = 1
 
@@ -70,13 +56,9 @@ class Place(NamedTuple):
 
 
 class Link:
-    """One rank, as its component's controlling process has it.
+    """One rank, as its component's controlling process has it."""
 
-    Attributes:
-        local: whether it is in this process.
-    """
-
-    local = False
+    local = False  # whether it is in this process
 
     def send(self, message: Message) -> None:
         """Sends a message; raises OSError where the rank has ended."""

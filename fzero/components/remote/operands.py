@@ -23,20 +23,13 @@ from fzero.state.checks import constants
 
 
 class Given(NamedTuple):
-    """Operands.
+    """Operands."""
 
-    Attributes:
-        arguments: of the call, on all ranks.
-        by_rank: further ones of each.
-        held: what must lie where it does until all ranks have their operands.
-        shapes: of the tensors among the leaves; None of a handle.
-    """
-
-    arguments: Arguments
-    by_rank: Sequence[Arguments]
-    held: list[Away]
+    arguments: Arguments  # of the call, on all ranks
+    by_rank: Sequence[Arguments]  # further ones of each
+    held: list[Away]  # what must lie where it does until all ranks have their operands
     skeleton: Skeleton = LEAF
-    shapes: tuple[object, ...] = ()
+    shapes: tuple[object, ...] = ()  # of the tensors among the leaves; None of a handle
 
 
 def is_value(node: object) -> bool:

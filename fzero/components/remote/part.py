@@ -29,43 +29,32 @@ KEPT = 4096  # calls whose times a rank remembers until somebody asks
 
 @dataclass
 class Operands:
-    """What a call works on, on one rank.
+    """What a call works on, on one rank."""
 
-    Attributes:
-        call: its number.
-        objects: states, grads and pullbacks, by what they are for.
-        dims: of the tensors of the inputs in order, the axes that each dim lies over.
-        shares: by axes that a dim of inputs lies over, how much of it this rank has, and of how much.
-    """
-
-    call: int
-    objects: dict[str, Any]
+    call: int  # its number
+    objects: dict[str, Any]  # states, grads and pullbacks, by what they are for
     options: dict[str, Any]
     inputs: tuple[object, ...] = ()
     skeleton: Skeleton = LEAF
+    # of the tensors of the inputs in order, the axes that each dim lies over
     dims: list[Dims] = field(default_factory=list)
+    # by axes that a dim of inputs lies over, how much of it this rank has, and of how much
     shares: dict[tuple[str, ...], tuple[int, int]] = field(default_factory=dict)
     cotangent: object = None
 
 
 @dataclass
 class Pulled:
-    """A pullback on one rank, and what cotangents of the whole outputs become for it.
-
-    Attributes:
-        spec: of the outputs.
-        names, factors: of their leaves, by place; no tensor has no name.
-        places: of the flat inputs, the numbers of the tensors among them.
-        dims: of these, the axes that each dim lies over.
-        layouts: of the outputs over all ranks, as far as they were asked for.
-    """
+    """A pullback on one rank, and what cotangents of the whole outputs become for it."""
 
     pullback: Any
-    spec: pytree.Spec
+    spec: pytree.Spec  # of the outputs
+    # names, factors: of their leaves, by place; no tensor has no name
     names: list[Name | None]
     factors: list[float]
-    places: list[list[int | None]]
-    dims: list[Dims]
+    places: list[list[int | None]]  # of the flat inputs, the numbers of the tensors among them
+    dims: list[Dims]  # of these, the axes that each dim lies over
+    # of the outputs over all ranks, as far as they were asked for
     layouts: dict[int, Layout] = field(default_factory=dict)
 
 

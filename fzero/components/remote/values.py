@@ -138,20 +138,15 @@ Name = tuple[int, int]  # the number of the call that makes a value, and its pla
 
 
 class Piece(NamedTuple):
-    """This rank's part of a tensor.
+    """This rank's part of a tensor."""
 
-    Attributes:
-        kind: how the tensor is made of the ranks' parts: each "block" is a piece of it, and so is each sum of those of
-            the ranks that have the same, where they are "added"; "mean" is an average by weights.
-        dims: for each dim the axes that it lies over; of a mean those that its weights depend on.
-        digest: of what other ranks have, too.
-    """
-
+    # how the tensor is made of the ranks' parts: each "block" is a piece of it, and so is each sum of those of the
+    # ranks that have the same, where they are "added"; "mean" is an average by weights
     kind: str
     tensor: torch.Tensor
-    dims: Dims = ()
+    dims: Dims = ()  # for each dim the axes that it lies over; of a mean those that its weights depend on
     weight: float = 1.0
-    digest: Digest | None = None
+    digest: Digest | None = None  # of what other ranks have, too
 
 
 def whole(tensor: torch.Tensor) -> Piece:

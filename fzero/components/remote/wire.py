@@ -12,15 +12,10 @@ from fzero.table.module_params import ModuleParams
 
 
 class Skeleton(NamedTuple):
-    """A tree without its leaves: equal for trees of equal containers and constants.
+    """A tree without its leaves: equal for trees of equal containers and constants."""
 
-    Attributes:
-        data: as a channel's vocabulary has it.
-        places: how many leaves it has.
-    """
-
-    data: bytes
-    places: int
+    data: bytes  # as a channel's vocabulary has it
+    places: int  # how many leaves it has
 
     def __repr__(self) -> str:
         return repr(slots_of(self))
