@@ -155,13 +155,7 @@ class Notes:
 
 
 class Straight(Notes):
-    """Those of a later run: nothing is noted, as nothing is followed."""
-
-    def note(self, tensor: torch.Tensor, mark: Mark) -> None:
-        pass
-
-    def of(self, x: object) -> None:
-        return None
+    """Those of a later run, of which there are none, as nothing is followed."""
 
 
 # those of the function that is running, where its leaves are cut
