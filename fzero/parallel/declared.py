@@ -202,13 +202,6 @@ class Inputs:
             fixed = index - len(planned.rows) not in self._differentiated
         return Input(index, path, leaf, dims, None, pytree.is_real(leaf) and not fixed)
 
-    @property
-    def dtypes(self) -> list[torch.dtype]:
-        """Those that the function computes in, as far as inputs say so."""
-        cast = [] if self.planned is None or self.planned.cast is None else [self.planned.cast]
-        params = [dtype_of(each.row) for each in self.leaves if each.row is not None]
-        return [*cast, *params, *[each.leaf.dtype for each in self.leaves if isinstance(each.leaf, torch.Tensor)]]
-
     def typed(self) -> list[Any]:
         """The arguments of the function: new tensors, with types."""
         return self.arguments([self._typed(each) for each in self.leaves])

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -260,24 +261,22 @@ def typed(
     return call(there, False, told), call(back, True, [])
 
 
+@dataclass(eq=False)
 class _Called:
     """A map as one line calls it, or its transpose: checks what it is given, and sends nothing."""
 
-    def __init__(
-        self,
-        run: DryRun,
-        name: str,
-        ax: Axis,
-        place: Place,
-        dims: Sequence[int],
-        sizes: Sequence[int] | None,
-        send: Map,
-        transposed: bool,
-        told: list[int],
-    ) -> None:
-        self.run, self.name, self.ax, self.place, self.dims = run, name, ax, place, dims
-        self.sizes, self.send, self.transposed, self.told = sizes, send, transposed, told
-        self.takes, self.gives = reversed(KINDS[name]) if transposed else KINDS[name]
+    run: DryRun
+    name: str
+    ax: Axis
+    place: Place
+    dims: Sequence[int]
+    sizes: Sequence[int] | None
+    send: Map
+    transposed: bool
+    told: list[int]
+
+    def __post_init__(self) -> None:
+        self.takes, self.gives = reversed(KINDS[self.name]) if self.transposed else KINDS[self.name]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         own, axes = type_of(x), self.run.checked(self.ax)

@@ -124,9 +124,11 @@ class _Comparison:
             axes = ", ".join(f"axis {axis!r} ({size} of them)" for axis, size in self._sizes.items())
             raise AxisTypeError(f"{WHO}: played on ranks of {axes}, {error}. {_ADVICE}") from None
         hint, by_path = _DRAWS if draws else "", {each.path: each for each in self._inputs.leaves}
-        dtypes = [x.dtype for x in (*expected.outputs.values(), *expected.grads.values())]
+        tensors = (*expected.outputs.values(), *expected.grads.values(), *pytree.tensors_in(*self._wholes))
+        dtypes = [x.dtype for x in tensors]
+        planned = self._inputs.planned
         # some models compute parts of themselves in float32
-        dtypes += [] if self._wide else [torch.float32, *self._inputs.dtypes]
+        dtypes += [] if self._wide else [torch.float32, (planned and planned.cast) or torch.float32]
         eps = max([torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point], default=0.0)
         eps = max(eps, *[run.eps for run in (expected, *runs)])
         largest = max([_most(x) for x in expected.grads.values()], default=0.0)

@@ -271,7 +271,8 @@ class RingPlan:
     def _arrivals(self, k: torch.Tensor, v: torch.Tensor) -> Iterator[Arrival]:
         """The blocks of all ranks that some rank sees, this one's own first."""
         yield Arrival(self.rank, self.rank, True, True, k, v)
-        distances = [by for by in range(1, len(self.lengths)) if any(map(self._seen, *self._around(by)))]
+        ranks = range(len(self.lengths))
+        distances = [by for by in ranks[1:] if any(self._seen(rank, (rank - by) % len(ranks)) for rank in ranks)]
         if not distances:
             return
         own, kinds = torch.cat([k, v], 3), [k.shape[3], v.shape[3]]
@@ -287,11 +288,6 @@ class RingPlan:
                 yield Arrival(source, target, seen, shown, *buffers[source].split(kinds, 3))
         finally:
             ahead()  # also where an error ends this: what is under way would meet a later message
-
-    def _around(self, by: int) -> tuple[list[int], list[int]]:
-        """All ranks, and those whose blocks they get at a distance."""
-        ranks = list(range(len(self.lengths)))
-        return ranks, [(rank - by) % len(ranks) for rank in ranks]
 
     def _seen(self, rank: int, source: int) -> bool:
         """Tells whether a token of one rank sees any of another one's."""

@@ -13,7 +13,7 @@ import contextvars
 import functools
 import traceback
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -81,33 +81,30 @@ class Conversion(NamedTuple):
     sent: int
 
 
+@dataclass(eq=False)
 class DryRun:
-    """One dry run: where it is, and what it has met.
+    """One dry run: where it is, and what it has met."""
 
-    Args:
-        ignored: axes on which nothing is checked.
-        over: the only one that is checked, also as a part of other ones; None for all.
+    ignored: Axes  # on which nothing is checked
+    until: CodeType  # the code that began it
+    over: Axis | None = None  # the only axis that is checked, also as a part of other ones; None for all
+    pulls_back: bool = False
+    guessed: bool = False  # it has asked for sizes of other ranks, which nobody tells
+    doubts: list[tuple[Place, str]] = field(default_factory=list)  # what the caller's code does that types do not know
+    # what is wrong but by chance, of which values tell unless each rank returns its own
+    unlikely: list[AxisTypeError] = field(default_factory=list)
+    conversions: list[Conversion] = field(default_factory=list)
+    axes: dict[str, int] = field(default_factory=dict)  # single ones of maps that no mean is over, and their sizes
+    told: list[int] = field(default_factory=list)  # bytes that ranks tell each other for the next conversion
+    _sizes: dict[tuple[str, int], list[int]] = field(default_factory=dict)
 
-    Attributes:
-        automatic: it runs by itself, before a function's first run.
-        guessed: it has asked for sizes of other ranks, which nobody tells.
-        doubts: what the caller's code does that types do not know, and where.
-        unlikely: what is wrong but by chance, of which values tell unless each rank returns its own.
-    """
-
-    def __init__(self, ignored: Axes, until: CodeType, over: Axis | None = None) -> None:
-        self.guessed = False
-        self.ignored, self.pulls_back, self._until, self._over = ignored, False, until, over
-        self.automatic = over is not None
-        self.doubts: list[tuple[Place, str]] = []
-        self.unlikely: list[AxisTypeError] = []
-        self.conversions: list[Conversion] = []
-        self.axes: dict[str, int] = {}  # single ones that maps go over and that no mean is taken over, and their sizes
-        self._sizes: dict[tuple[str, int], list[int]] = {}
-        self.told: list[int] = []  # bytes that ranks tell each other, of which the next conversion is said to be
+    @property
+    def automatic(self) -> bool:
+        """Tells whether it runs by itself, before a function's first run."""
+        return self.over is not None
 
     def where(self) -> Place:
-        return place(self._until) if not self.pulls_back or is_users() else Place("", 0, "the pullback")
+        return place(self.until) if not self.pulls_back or is_users() else Place("", 0, "the pullback")
 
     def doubt(self, what: str) -> None:
         self.doubts.append((self.where(), what))
@@ -135,8 +132,8 @@ class DryRun:
 
     def checked(self, ax: Axis) -> Axes:
         """The mesh axes of an axis on which types are checked."""
-        if self._over is not None:
-            return frozenset((self._over.name,)) if {*self._over.members} <= {*ax.members} else frozenset()
+        if self.over is not None:
+            return frozenset((self.over.name,)) if {*self.over.members} <= {*ax.members} else frozenset()
         return frozenset() if is_averaged(ax) else frozenset(ax.name.split(", ")) - self.ignored
 
 

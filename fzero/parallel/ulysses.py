@@ -92,11 +92,6 @@ class Part(NamedTuple):
     group: int
 
     @property
-    def of_tensors(self) -> tuple[Range, Range, Range]:
-        """The heads of q, k and v."""
-        return self.heads, self.kv_heads, self.kv_heads
-
-    @property
     def shared(self) -> list[int] | None:
         """The KV head of each head, by their places in this part; None where groups of one size follow one another."""
         mine = [head // self.group - self.kv_heads[0] for head in range(*self.heads)]
@@ -203,14 +198,12 @@ class Composed:
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **more: object) -> torch.Tensor:
         return _called(self, q, k, v, {**self.fixed, **more})
 
-    def _attended(
-        self, attention: Callable[..., torch.Tensor], options: dict[str, object], *tensors: torch.Tensor
-    ) -> torch.Tensor:
+    def _attended(self, options: dict[str, object], *tensors: torch.Tensor) -> torch.Tensor:
         count = tensors[0].shape[1]
         if not count:  # one of zeros: the result depends on what it does elsewhere, and ranks pull back the same maps
             tensors = tuple(torch.cat([x, x.new_zeros((x.shape[0], 1, *x.shape[2:]))], 1) for x in tensors)
         q, k, v = tensors
-        out, expected = attention(q, k, v, **options), (*q.shape[:3], v.shape[3])
+        out, expected = self.attention(q, k, v, **options), (*q.shape[:3], v.shape[3])
         if not isinstance(out, torch.Tensor) or out.shape != expected:
             raise wrong("parallel.ulysses", "the result of attention", out, f"a tensor of shape {expected}")
         return out[:, :count]
@@ -230,7 +223,7 @@ def _called(
     lengths, _ = agreed(of.ax, who, (q.shape, k.shape, v.shape), dtypes, {})
     need_cut(of.ax, "ulysses", dict.fromkeys((q, k, v), 2))
     watched.need_whole(ulysses, q, k, v)
-    attend = functools.partial(of._attended, of.attention, options)
+    attend = functools.partial(of._attended, options)
     return watched.attended(functools.partial(composed, of.ax, lengths, attend), (q, k, v))
 
 
@@ -280,7 +273,8 @@ def _shared(attend: Attend, part: Part, tensors: Sequence[torch.Tensor]) -> torc
 
 def _ranges(parts: Sequence[Part]) -> list[tuple[Range, ...]]:
     """For each of q, k and v the heads that every rank gets."""
-    return [*zip(*[part.of_tensors for part in parts], strict=True)]
+    heads, kv_heads, _ = zip(*parts, strict=True)
+    return [heads, kv_heads, kv_heads]
 
 
 def _sizes(ranges: Sequence[Range]) -> list[int]:

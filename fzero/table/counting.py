@@ -7,27 +7,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 
+@dataclass(eq=False)
 class Mask:
     """Whether a run adds anything to gradients: one whose weight is 0 does not, be its own not finite.
 
     Where the function exchanges values between ranks of other data, what it adds belongs to their losses, too; and so
     does what it is given a cotangent of, where its outputs go on to others.
-
-    Args:
-        counts: whether its weight on this rank is above 0.
-        anywhere: whether it is on some rank.
-
-    Attributes:
-        given: whether the cotangents of its outputs are not zero, as that of its own loss is.
     """
 
-    def __init__(self, counts: bool = True, anywhere: bool = True) -> None:
-        self.counts, self._anywhere, self._exchanged = counts, anywhere, False
-        self.given: bool = False
+    counts: bool = True  # its weight on this rank is above 0
+    anywhere: bool = True  # it is on some rank
+    given: bool = False  # the cotangents of its outputs are not zero, as that of its own loss is
+    exchanged: bool = False
 
     def exchanges(self) -> None:
         """Notes that the function exchanges values between the ranks that its step takes means over."""
-        self._exchanged = True
+        self.exchanged = True
 
     @property
     def partial(self) -> bool:
@@ -36,7 +31,7 @@ class Mask:
 
     @property
     def masked(self) -> bool:
-        return not (self.counts or self.given or (self._exchanged and self._anywhere))
+        return not (self.counts or self.given or (self.exchanged and self.anywhere))
 
 
 @dataclass

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextvars
 import weakref
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -71,20 +72,16 @@ Actions = Mapping[object, tuple[Mapping[int, Action], int]]
 FORMS = 64  # of inputs, of which a function's first runs are kept
 
 
+@dataclass(eq=False)
 class FirstRun:
-    """What a function's first run under a signature showed, and what later runs do because of it.
+    """What a function's first run under a signature showed, and what later runs do because of it."""
 
-    Attributes:
-        unsure: whether later runs are looked at too, as they may do other things: this one read a tensor's value, say.
-        checked_again: so are all of the function by `checks`, as what they saw depends on a value.
-        blind: nothing is known of the function outside of modules.
-        actions: (module, form of its arguments) -> what is done in it.
-    """
-
-    def __init__(self) -> None:
-        self.unsure = self.checked_again = self.blind = False
-        self.actions: dict[object, Actions] = {}
-        self.acting: set[object] = set()  # the modules among them
+    # whether later runs are looked at too, as they may do other things: this one read a tensor's value, say
+    unsure: bool = False
+    checked_again: bool = False  # so are all of the function by `checks`, as what they saw depends on a value
+    blind: bool = False  # nothing is known of the function outside of modules
+    actions: dict[object, Actions] = field(default_factory=dict)  # (module, form of arguments) -> what is done in it
+    acting: set[object] = field(default_factory=set)  # the modules among them
 
     def note(self, module: object, given: object, actions: Actions) -> None:
         """Notes what one call of a module needed; another one with arguments of the same forms needs the same."""
@@ -155,13 +152,7 @@ class Notes:
 
 
 class Straight(Notes):
-    """Those of a later run: nothing is noted, as nothing is followed."""
-
-    def note(self, tensor: torch.Tensor, mark: Mark) -> None:
-        pass
-
-    def of(self, x: object) -> None:
-        return None
+    """Those of a later run, of which there are none, as nothing is followed."""
 
 
 # those of the function that is running, where its leaves are cut
