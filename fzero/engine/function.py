@@ -200,7 +200,8 @@ def _need_names(traversal: Traversal) -> None:
         need_given(traversal.table.names, given, " that is recomputed")
 
 
-def _given_out(x: object) -> object:
+def given_out(x: object) -> object:
+    """A leaf of what a step's function returns, as it leaves it."""
     return read(x) if isinstance(x, Handle) else x.outside() if isinstance(x, StandIn) else x
 
 
@@ -280,7 +281,7 @@ def call_function(
             raise
         except StopIteration as error:  # which would end an iterator around the call as if all was well
             raise RuntimeError(f"step: the function raised StopIteration{place_of(error)}.") from error
-        out = pytree.map_leaves(_given_out, out)
+        out = pytree.map_leaves(given_out, out)
         out = noting(traversal.mask, out) if traversal.guards else out
         if not traversal.schedule.ran_before:
             _need_names(traversal)

@@ -154,11 +154,10 @@ def need_structure(cotangent: object, expected: pytree.Spec | None) -> None:
         )
 
 
-def no_first_half(what: str) -> str:
-    return (
-        f"The pullback of {what} has no cotangent to pull back to its params: params() comes once after each "
-        "inputs(cotangent). Call inputs(cotangent) first, with retain_graph=True to call both again later."
-    )
+NO_FIRST_HALF = (
+    "The pullback of this forward has no cotangent to pull back to its params: params() comes once after each "
+    "inputs(cotangent). Call inputs(cotangent) first, with retain_graph=True to call both again later."
+)
 
 
 def is_differentiable(value: object) -> bool:

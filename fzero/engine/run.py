@@ -25,7 +25,7 @@ from fzero.comm.divergence import failing
 from fzero.engine.delivery import Delivery
 from fzero.engine.function import call_function, traversal_of
 from fzero.engine.halves import Grad, Later, apart_from, pull_first
-from fzero.engine.outcome import Outcome, no_first_half, split_both, tensors_of
+from fzero.engine.outcome import NO_FIRST_HALF, Outcome, split_both, tensors_of
 from fzero.engine.outlets import alike
 from fzero.engine.traversal import Traversal
 from fzero.engine.written import unwritten
@@ -265,7 +265,7 @@ class Run(Outcome):
             if isinstance(rest, dict):
                 return rest
             if rest is None or self.state is None or self.traversal is None:
-                raise RuntimeError(no_first_half("this forward"))
+                raise RuntimeError(NO_FIRST_HALF)
             self.state.params  # noqa: B018 - a donated state says so
             (grads, retain_graph), found, traversal = rest, dict[Key, Buffer](), self.traversal
             delivery = self._delivery(found, None, into)
