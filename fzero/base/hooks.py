@@ -59,11 +59,7 @@ _OUTSIDE = "torch.func transforms don't support saved tensor hooks outside a uni
 
 
 def allow() -> bool:
-    """Has saved-tensor hooks (torch.utils.checkpoint) work although an outer functorch level switched them off.
-
-    Returns:
-        Whether it had, for `refuse_again`.
-    """
+    """Has saved-tensor hooks work although a functorch level switched them off: whether it had, for `refuse_again`."""
     refused = not _C._saved_tensors_hooks_is_enabled()
     if refused:
         _C._saved_tensors_hooks_enable()

@@ -155,10 +155,7 @@ def _stand_in(params: Sharded, key: Key) -> Placed:
 def _alike(fn: Callable[..., object], axis: Axis) -> Callable[..., object]:
     """The function, in which what it closes over and a transform goes on through has the derivatives of the mean.
 
-    On every rank, as all ranks have it alike: what is each rank's own is an input.
-
-    Raises:
-        ValueError: on every rank, where they do not.
+    All ranks must have it alike: what is each rank's own is an input.
     """
     captured = {id(x): x for x in tensors_held(fn) if transform_of(x) is not None}
     if not captured:

@@ -118,11 +118,7 @@ class Outcome:
 
 
 def split_both(step: Spec, result: object) -> tuple[pytree.Split, pytree.Split]:
-    """What a function returned, as it is split: outputs that have cotangents from others, tensors of aux from others.
-
-    Raises:
-        TypeError, ValueError: it returned something else.
-    """
+    """What a function returned, split: outputs that have cotangents from others, tensors of aux from others."""
     out, aux = split_result(step, result)
     for leaf in pytree.flatten((out, aux))[0]:
         refuse_hidden(leaf)

@@ -87,11 +87,7 @@ def _applied(
 
 
 def known_metrics(step: Spec, state: TrainState) -> dict[str, object]:
-    """The metrics of an update that do not depend on its gradients: "lr", the loss scale.
-
-    Raises:
-        ValueError: the moments are of the same optimizer in another chain.
-    """
+    """The metrics of an update that do not depend on its gradients: "lr", the loss scale."""
     need_states(step.optimizer, state.moments)
     known = step.optimizer.metrics(state.moments) if step.optimizer.metrics else {}
     scales = {extra.name: extra.factor(state.extra[extra.name]) for extra in step.extras if extra.scale}
