@@ -18,7 +18,7 @@ import torch
 from fzero.base import private, pytree, refusals
 from fzero.base.as_written import need_eager
 from fzero.base.follow import is_transformed
-from fzero.base.hooks import without_compiled_autograd
+from fzero.base.hooks import registered, without_compiled_autograd
 from fzero.base.node import edges_to, gradients
 from fzero.comm.axis import Axis
 from fzero.comm.divergence import failing
@@ -256,7 +256,7 @@ class Run(Outcome):
 
     def waits(self) -> bool:
         """Tells whether products may wait for a second half: not where hooks may change what is pulled back."""
-        return bool(self._ends and self._ends.leaves and self.traversal and not self.traversal.hooks.any())
+        return bool(self._ends and self._ends.leaves and self.traversal and self.traversal.hooks == registered())
 
     def pull_params(self, into: Mapping[Key, Buffer] | None = None) -> dict[Key, Buffer]:
         """The scaled cotangents of the primals, once after `pull_inputs`."""

@@ -17,7 +17,7 @@ import torch
 
 from fzero.base import private, pytree
 from fzero.base.context import averaged, beside, during, exchanges, in_function, means, variable
-from fzero.base.hooks import Registrations
+from fzero.base.hooks import registered
 from fzero.base.node import Tensors, direct, first_order
 from fzero.base.random import Seeds, seeded
 from fzero.comm.axis import Axis
@@ -78,7 +78,7 @@ class Traversal:
         self.retain_graph = False
         self.turn = threading.RLock()  # one unit is pulled back at a time: threads may walk one graph at once
         self.delivery: Delivery | None = None  # of the pullback that is running, where it has one
-        self.hooks = Registrations()
+        self.hooks = registered()  # before the function runs
         self.tokens: dict[Key, torch.Tensor] = {}  # group -> its stored buffer, as its uses see it
         self.schedule = Schedule(uses)
         self.origins: dict[int, int] = {}  # id of a full leaf -> its index, while the function runs
