@@ -269,7 +269,7 @@ def call_function(
                 heard(),
                 during(notes, known),
                 _hidden(traversal, primals, inputs, fn),
-                collecting.run() as traversal.collected,
+                during(collecting.current, traversal.collected),
             ):
                 out = masked_call(traversal.mask, fn, tree, inputs) if traversal.guards else fn(tree, *inputs)
         except (RuntimeError, KeyError, TypeError) as error:

@@ -81,12 +81,12 @@ class UnitRegions(Traversal, Regions):
                 self.running(),
                 during(proves, False),
                 during(notes, known),
-                collecting.run() as collected,
+                during(collecting.current, self.collected),
             ):
                 out = step.fn(tree, *own)
                 out = pytree.map_leaves(given_out, out)
             outputs, aux = split_both(step, out)
-            others = pytree.Split((aux.join(*aux.leaves), {**collected}), pytree.is_tensor)
+            others = pytree.Split((aux.join(*aux.leaves), {**self.collected}), pytree.is_tensor)
             splits[:] = outputs, others
             (real, rest), (more,) = outputs.leaves, others.leaves
             outputs.leaves, others.leaves = [], []
