@@ -103,7 +103,7 @@ def _explained(
     replay = _Replay(step, state, inputs, cotangent, rng, limit)
     grads = with_kept(state, replay.grads)
     norm = squares_in(grads)[0].sqrt()
-    if fuses(step, state):
+    if fuses(step):
         new, metrics = update_as_fused(dataclasses.replace(replay.step, fusion=step.fusion), state, grads, replay.loss)
     else:
         new, metrics = apply_update(replay.step, state, replay.grads, None)

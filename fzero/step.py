@@ -221,7 +221,7 @@ class Step(Spec):
             follows_step(self, state, "step", inputs=inputs, cotangent=cotangent)
             state, inputs, cotangent = constants("step", state=state, inputs=inputs, cotangent=cotangent)
             refuse_captured("step", self.fn)
-        if fuses(self, state):
+        if fuses(self):
             return cast(Updated, fused_call(self, state, inputs, cotangent, rng))
         batch, total = Batch(self, state, inputs, cotangent, rng), None
         for run, ct in batch:

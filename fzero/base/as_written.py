@@ -36,11 +36,7 @@ class _Stance:
 
 
 def need_eager() -> None:
-    """Refuses to run a step where torch.compile compiles what calls this.
-
-    Raises:
-        RuntimeError: it does.
-    """
+    """Refuses to run a step where torch.compile compiles what calls this."""
     if get_eval_frame_callback() not in (None, False):
         raise RuntimeError(_COMPILED)
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextvars
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
 
 from fzero.base.arguments import need_str, wrong
-from fzero.base.context import variable
+from fzero.base.context import during, variable
 
 T = TypeVar("T")
 Lists = dict[str, Any]  # name -> a list of what was collected; Hugging Face's has other values beside these
@@ -101,15 +100,9 @@ def open_here() -> tuple[str, ...]:
     return tuple(taken) if taken else ()
 
 
-@contextmanager
-def run() -> Iterator[Lists]:
+def run() -> during[Lists | None]:
     """Around a run of a step's function."""
-    own: Lists = {}
-    token = current.set(own)
-    try:
-        yield own
-    finally:
-        current.reset(token)
+    return during(current, {})
 
 
 class OfUnit(Lists):

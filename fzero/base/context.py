@@ -5,19 +5,12 @@ from __future__ import annotations
 import contextvars
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
 T = TypeVar("T")
 OURS = set[contextvars.ContextVar[Any]]()  # this library's
-
-
-class Members(Protocol):
-    """An axis of ranks, as far as it matters here."""
-
-    @property
-    def members(self) -> tuple[int, ...]: ...
 
 
 def variable(name: str, default: T) -> contextvars.ContextVar[T]:
@@ -27,8 +20,8 @@ def variable(name: str, default: T) -> contextvars.ContextVar[T]:
     return made
 
 
-# the axes that the running step takes means over, one of each process group
-averaged: contextvars.ContextVar[tuple[Members, ...]] = variable("averaged", ())
+# the axes (`comm.axis.Axis`) that the running step takes means over, one of each process group
+averaged: contextvars.ContextVar[tuple[Any, ...]] = variable("averaged", ())
 # whether a step's function is running, which plain autograd may differentiate
 in_function: contextvars.ContextVar[bool] = variable("in_function", False)
 # called where a running function exchanges values between the ranks that its step takes means over
@@ -38,7 +31,7 @@ means: contextvars.ContextVar[tuple[int, bool]] = variable("means", (1, False))
 # takes (members, axis) of a map that the running function calls, if its step says nothing of that axis
 beside: contextvars.ContextVar[Callable[..., object] | None] = variable("beside", None)
 # the same axes, where examples are differentiated one by one, which are others on each rank
-one_by_one: contextvars.ContextVar[tuple[Members, ...]] = variable("one_by_one", ())
+one_by_one: contextvars.ContextVar[tuple[Any, ...]] = variable("one_by_one", ())
 # copies of modules, by their functions, that only the run has which goes on: it leaves nothing in those of other runs
 own_copies: contextvars.ContextVar[dict[object, object] | None] = variable("own_copies", None)
 # whether units are proven to be pure in their first runs

@@ -47,11 +47,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def pickled(fn: Callable[[int], object], who: str) -> bytes:
-    """A function for `loaded` in another process.
-
-    Raises:
-        TypeError: it cannot be pickled.
-    """
+    """A function for `loaded` in another process."""
     try:
         return pickle.dumps(fn)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -62,11 +58,7 @@ def pickled(fn: Callable[[int], object], who: str) -> bytes:
 
 
 def loaded(job: bytes, who: str, on_threads: str) -> Callable[[int], object]:
-    """A function that another process has pickled by its name.
-
-    Raises:
-        TypeError: this process has none of that name.
-    """
+    """A function that another process has pickled by its name."""
     try:
         return _Unpickler(io.BytesIO(job)).load()
     except (AttributeError, ImportError) as error:

@@ -41,29 +41,19 @@ def _raw(kind: type) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
-class Registrations:
-    """Notes whether somebody registers a hook on a tensor, a node of a graph or a module, from when it is made.
+def registered() -> int:
+    """Counts the hooks that somebody has ever registered on a tensor, a node of a graph or a module, on any thread.
 
     Such a hook may change what is pulled back by it, and shows in no other way.
     """
-
-    def __init__(self) -> None:
-        self._count = RemovableHandle.next_id
-
-    def any(self) -> bool:
-        """Tells whether there was one; on another thread counts, too."""
-        return RemovableHandle.next_id != self._count
+    return RemovableHandle.next_id
 
 
 _OUTSIDE = "torch.func transforms don't support saved tensor hooks outside a unit."
 
 
 def allow() -> bool:
-    """Has saved-tensor hooks (torch.utils.checkpoint) work although an outer functorch level switched them off.
-
-    Returns:
-        Whether it had, for `refuse_again`.
-    """
+    """Has saved-tensor hooks work although a functorch level switched them off: whether it had, for `refuse_again`."""
     refused = not _C._saved_tensors_hooks_is_enabled()
     if refused:
         _C._saved_tensors_hooks_enable()

@@ -47,11 +47,7 @@ NAMES: Mapping[str, str] = {
 
 
 def need(names: Mapping[str, str]) -> None:
-    """Looks names up in torch, given as in `NAMES`.
-
-    Raises:
-        ImportError: this version of torch has not all of them.
-    """
+    """Refuses a version of torch that has not all of these names, given as in `NAMES`."""
     every = [f"{place}.{name}" for place, listed in names.items() for name in listed.split()]
     missing = [name for name in every if not _is_there(name)]
     if missing:

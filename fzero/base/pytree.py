@@ -46,11 +46,7 @@ def one_level(tree: Any) -> tuple[Sequence[object], tuple[Hashable, ...], Callab
 
 
 def spread(prefix: object, tree: object) -> list[object]:
-    """For every leaf of a tree, None counted, the leaf of a prefix of it that stands there.
-
-    Raises:
-        ValueError: it is no prefix of the tree.
-    """
+    """For every leaf of a tree, None counted, the leaf of a prefix of it that stands there."""
     return optree.broadcast_prefix(prefix, tree, none_is_leaf=True)  # type: ignore[arg-type]
 
 

@@ -38,7 +38,8 @@ _UNSEEN = {_aten.detach.default, torch.ops.prim.device.default}  # graphs save b
 _PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default})
 # what passes values on, whatever they are: without its values, only what a graph saves of it is needed
 _PASSES = frozenset(
-    f"aten::{name}" for name in "view _unsafe_view reshape t transpose permute unsqueeze squeeze expand alias add sub "
+    f"aten::{name}"
+    for name in "view _unsafe_view reshape t transpose permute unsqueeze squeeze expand alias add sub "
     "neg _to_copy clone mul div".split()
 )
 _READING = {"numpy", "tolist", "__array__", "__dlpack__"}  # functions that read values past all operators
@@ -92,7 +93,7 @@ class Tracing(dispatch.TorchDispatchMode):
         super().__init__()
         self.plan, self.trace, self.names = plan, list[Traced](), set[str]()
         self.matches = plan is not None  # what has run so far
-        self._registered = hooks.Registrations()
+        self._hooks = hooks.registered()
         self._makers: dict[int, tuple[int, weakref.ref[object]]] = {}
         self._paused = False
         for i, x in enumerate(given):
@@ -144,7 +145,7 @@ class Tracing(dispatch.TorchDispatchMode):
 
     def is_opaque(self, outputs: Tensors) -> bool:
         """Tells whether what a hook or a user's Function holds may be among what the run, which has ended, has made."""
-        return self._registered.any() or any(hooks.is_users(type(node)) for node, _ in edges_to(outputs))
+        return hooks.registered() != self._hooks or any(hooks.is_users(type(node)) for node, _ in edges_to(outputs))
 
     def name(self, x: torch.Tensor, name: str) -> None:
         self.names.add(name)

@@ -39,7 +39,7 @@ def without_users_modes() -> AbstractContextManager[object]:
     return without_dispatch_modes()
 
 
-def without_values() -> AbstractContextManager[object]:
+def without_values() -> AbstractContextManager[Any]:
     """Inside, tensors that are made are fake: a shape and no values."""
     from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import, and rarely needed
 

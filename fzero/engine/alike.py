@@ -25,9 +25,6 @@ def need_invariant(outputs: object, known: Notes) -> None:
 
     Args:
         outputs: of a module that is differentiated, where nothing is known of what is computed with them.
-
-    Raises:
-        ValueError: on all ranks, as all run the same function.
     """
     for x in pytree.flatten(outputs)[0]:
         mark = known.of(x)

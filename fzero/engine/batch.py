@@ -15,7 +15,7 @@ from fzero.comm.linear import meaned
 from fzero.engine.alike import need_alike, scalars_in
 from fzero.engine.carry import Carry
 from fzero.engine.function import sums_whole
-from fzero.engine.outcome import no_first_half, scalar_loss
+from fzero.engine.outcome import NO_FIRST_HALF, scalar_loss
 from fzero.engine.run import Run, run_of
 from fzero.engine.used import first_use, need_used
 from fzero.engine.weighing import counted
@@ -68,6 +68,13 @@ def as_grads(layout: Layout, sums: Mapping[Key, Buffer]) -> Sums:
         dtype = layout.groups[key].row.policy.grad
         out[key] = total if total.dtype == dtype else put_again(total, tensor_of(total).to(dtype))
     return out
+
+
+def mean_grads(like: Sharded, sums: Mapping[Key, Buffer], times: float) -> Sharded:
+    """Sums as grads; `times` is by what they are divided."""
+    if times != 1.0:
+        sums = {key: put_again(x, tensor_of(x) / times) for key, x in sums.items()}
+    return like.with_buffers(as_grads(like.layout, sums))
 
 
 def scale_of(step: Spec, state: TrainState) -> float:
@@ -316,7 +323,7 @@ class Pullback:
         need_derivatives("pullback")
         times, self._times = self._times, None
         if times is None:
-            raise RuntimeError(no_first_half("this forward"))
+            raise RuntimeError(NO_FIRST_HALF)
         total: Sums | None = None
         for run in self._runs:
             total = sum_of(total, run.pull_params())
@@ -343,6 +350,4 @@ class Pullback:
 
     def _grads(self, total: Sums | None, times: float) -> Sharded:
         assert total is not None
-        if times != 1.0:
-            total = {key: put_again(x, tensor_of(x) / times) for key, x in total.items()}
-        return self._like.with_buffers(as_grads(self._like.layout, total))
+        return mean_grads(self._like, total, times)

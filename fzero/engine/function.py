@@ -155,10 +155,7 @@ def _stand_in(params: Sharded, key: Key) -> Placed:
 def _alike(fn: Callable[..., object], axis: Axis) -> Callable[..., object]:
     """The function, in which what it closes over and a transform goes on through has the derivatives of the mean.
 
-    On every rank, as all ranks have it alike: what is each rank's own is an input.
-
-    Raises:
-        ValueError: on every rank, where they do not.
+    All ranks must have it alike: what is each rank's own is an input.
     """
     captured = {id(x): x for x in tensors_held(fn) if transform_of(x) is not None}
     if not captured:
@@ -200,7 +197,8 @@ def _need_names(traversal: Traversal) -> None:
         need_given(traversal.table.names, given, " that is recomputed")
 
 
-def _given_out(x: object) -> object:
+def given_out(x: object) -> object:
+    """A leaf of what a step's function returns, as it leaves it."""
     return read(x) if isinstance(x, Handle) else x.outside() if isinstance(x, StandIn) else x
 
 
@@ -271,7 +269,7 @@ def call_function(
                 heard(),
                 during(notes, known),
                 _hidden(traversal, primals, inputs, fn),
-                collecting.run() as traversal.collected,
+                during(collecting.current, traversal.collected),
             ):
                 out = masked_call(traversal.mask, fn, tree, inputs) if traversal.guards else fn(tree, *inputs)
         except (RuntimeError, KeyError, TypeError) as error:
@@ -280,7 +278,7 @@ def call_function(
             raise
         except StopIteration as error:  # which would end an iterator around the call as if all was well
             raise RuntimeError(f"step: the function raised StopIteration{place_of(error)}.") from error
-        out = pytree.map_leaves(_given_out, out)
+        out = pytree.map_leaves(given_out, out)
         out = noting(traversal.mask, out) if traversal.guards else out
         if not traversal.schedule.ran_before:
             _need_names(traversal)

@@ -118,11 +118,7 @@ class Outcome:
 
 
 def split_both(step: Spec, result: object) -> tuple[pytree.Split, pytree.Split]:
-    """What a function returned, as it is split: outputs that have cotangents from others, tensors of aux from others.
-
-    Raises:
-        TypeError, ValueError: it returned something else.
-    """
+    """What a function returned, split: outputs that have cotangents from others, tensors of aux from others."""
     out, aux = split_result(step, result)
     for leaf in pytree.flatten((out, aux))[0]:
         refuse_hidden(leaf)
@@ -154,11 +150,10 @@ def need_structure(cotangent: object, expected: pytree.Spec | None) -> None:
         )
 
 
-def no_first_half(what: str) -> str:
-    return (
-        f"The pullback of {what} has no cotangent to pull back to its params: params() comes once after each "
-        "inputs(cotangent). Call inputs(cotangent) first, with retain_graph=True to call both again later."
-    )
+NO_FIRST_HALF = (
+    "The pullback of this forward has no cotangent to pull back to its params: params() comes once after each "
+    "inputs(cotangent). Call inputs(cotangent) first, with retain_graph=True to call both again later."
+)
 
 
 def is_differentiable(value: object) -> bool:

@@ -13,7 +13,7 @@ from fzero.base import private, pytree
 from fzero.base.ambient import without_fast_attention
 from fzero.base.follow import is_transformed
 from fzero.engine.alike import need_alike, scalars_in
-from fzero.engine.batch import Sums, as_grads, by_input, grads_of, reduce_whole, scale_of, seed_of, sum_of
+from fzero.engine.batch import Sums, as_grads, by_input, grads_of, mean_grads, reduce_whole, scale_of, seed_of, sum_of
 from fzero.engine.function import call_function, traversal_of
 from fzero.engine.hidden import in_a_level
 from fzero.engine.outcome import split_result
@@ -21,8 +21,6 @@ from fzero.engine.run import Run, run_of
 from fzero.state.checks import can_follow_here
 from fzero.state.sharded import Sharded
 from fzero.state.train_state import TrainState
-from fzero.stores.away import tensor_of
-from fzero.stores.memories import put_again
 from fzero.table.counting import Counts, Mask
 from fzero.table.spec import Spec
 
@@ -183,6 +181,4 @@ class Passes:
         assert total is not None
         if times != 1.0 and self._at_once:  # as `step(...)` does; its pullback divides
             return grads_of(self._step, self._state, as_grads(self._like.layout, total), times)
-        if times != 1.0:
-            total = {key: put_again(x, tensor_of(x) / times) for key, x in total.items()}
-        return self._like.with_buffers(as_grads(self._like.layout, total))
+        return mean_grads(self._like, total, times)

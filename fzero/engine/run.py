@@ -18,13 +18,13 @@ import torch
 from fzero.base import private, pytree, refusals
 from fzero.base.as_written import need_eager
 from fzero.base.follow import is_transformed
-from fzero.base.hooks import without_compiled_autograd
+from fzero.base.hooks import registered, without_compiled_autograd
 from fzero.base.node import edges_to, gradients
 from fzero.comm.axis import Axis
 from fzero.engine.delivery import Delivery
 from fzero.engine.function import call_function, traversal_of
 from fzero.engine.halves import Grad, Later, apart_from, pull_first
-from fzero.engine.outcome import Outcome, no_first_half, split_both, tensors_of
+from fzero.engine.outcome import NO_FIRST_HALF, Outcome, split_both, tensors_of
 from fzero.engine.outlets import alike
 from fzero.engine.traversal import Traversal
 from fzero.engine.written import unwritten
@@ -253,7 +253,7 @@ class Run(Outcome):
 
     def waits(self) -> bool:
         """Tells whether products may wait for a second half: not where hooks may change what is pulled back."""
-        return bool(self._ends and self._ends.leaves and self.traversal and not self.traversal.hooks.any())
+        return bool(self._ends and self._ends.leaves and self.traversal and self.traversal.hooks == registered())
 
     def pull_params(self, into: Mapping[Key, Buffer] | None = None) -> dict[Key, Buffer]:
         """The scaled cotangents of the primals, once after `pull_inputs`."""
@@ -262,7 +262,7 @@ class Run(Outcome):
             if isinstance(rest, dict):
                 return rest
             if rest is None or self.state is None or self.traversal is None:
-                raise RuntimeError(no_first_half("this forward"))
+                raise RuntimeError(NO_FIRST_HALF)
             self.state.params  # noqa: B018 - a donated state says so
             (grads, retain_graph), found, traversal = rest, dict[Key, Buffer](), self.traversal
             delivery = self._delivery(found, None, into)

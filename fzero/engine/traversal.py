@@ -17,7 +17,7 @@ import torch
 
 from fzero.base import private, pytree
 from fzero.base.context import averaged, beside, during, exchanges, in_function, means, variable
-from fzero.base.hooks import Registrations
+from fzero.base.hooks import registered
 from fzero.base.node import Tensors, direct, first_order
 from fzero.base.random import Seeds, seeded
 from fzero.comm.axis import Axis
@@ -27,7 +27,7 @@ from fzero.engine.use import Use
 from fzero.purity.collectives import Collectives
 from fzero.table.counting import Mask
 from fzero.table.handle import Handle
-from fzero.table.layout import Key, Layout, Slot
+from fzero.table.layout import Key, Layout
 from fzero.table.rows import Table
 
 # the leaves of the step whose function runs, also inside its units
@@ -43,18 +43,14 @@ here: contextvars.ContextVar[Present | None] = variable("here", None)
 
 
 class inside:
-    """Within a unit another one is a plain call; `leaves` are those that it has, None where all are full.
+    """Within a unit another one is a plain call; `leaves` are those that it has, None where all are full."""
 
-    Args:
-        numbers: the run, and id of a full leaf that the unit is given -> its index; otherwise as outside.
-    """
-
-    def __init__(self, leaves: Present | None, numbers: tuple[Traversal, Mapping[int, int]] | None = None) -> None:
-        self.leaves, self.numbers = leaves, numbers
+    def __init__(self, leaves: Present | None) -> None:
+        self.leaves = leaves
 
     def __enter__(self) -> None:
         own = current.get()
-        numbers = self.numbers or ((own, own.origins) if own is not None else known.get())
+        numbers = (own, own.origins) if own is not None else known.get()
         self.before = current.set(None), here.set(self.leaves), known.set(numbers)
 
     def __exit__(self, *_: object) -> None:
@@ -82,7 +78,7 @@ class Traversal:
         self.retain_graph = False
         self.turn = threading.RLock()  # one unit is pulled back at a time: threads may walk one graph at once
         self.delivery: Delivery | None = None  # of the pullback that is running, where it has one
-        self.hooks = Registrations()
+        self.hooks = registered()  # before the function runs
         self.tokens: dict[Key, torch.Tensor] = {}  # group -> its stored buffer, as its uses see it
         self.schedule = Schedule(uses)
         self.origins: dict[int, int] = {}  # id of a full leaf -> its index, while the function runs
@@ -153,15 +149,6 @@ class Traversal:
     def depth(self) -> int:
         """Counts what goes on through an operation of the function: levels of torch.func, and plain autograd."""
         return private.level() + self.plain
-
-    def handle(self, index: int) -> Handle:
-        """A handle of a leaf of a unit."""
-        key, slot = self.layout.key_of[self.layout.rows[index].path]
-        return self._handle(key, slot, self.tokens[key])
-
-    def _handle(self, key: Key, slot: Slot, token: torch.Tensor) -> Handle:
-        row = self.layout.rows[slot.leaf]
-        return Handle(self, key, slot.leaf, row, self.uses[key].compute, token, slot.shape)
 
     def read(self, handle: Handle) -> torch.Tensor:
         """As the function of this name, where the run is traced."""

@@ -80,13 +80,6 @@ class Use(Wire):
         numel = self.shard.numel() * (1 if self.whole else self.axis.size)
         return pages.empty(numel, self.compute, self.device, mapped=self.mapped)
 
-    @property
-    def trivial(self) -> bool:
-        """Tells whether the stored buffer is used as it is, and its cotangent is its grad."""
-        stored = self.shard.dtype
-        alone = self.held is None and not self.placeholder and not self.gather8 and self.axis.ranks == 1
-        return alone and self.compute == self.grad == self.reduce == stored
-
     def start_fetch(self, full: torch.Tensor | None = None) -> Callable[[], Stored]:
         """Begins to bring the stored shard to the device, into its place in `full` where it is used as it is stored."""
         shard = self.shard if self.gather8 else self.shard.of(self.compute)
@@ -111,18 +104,17 @@ class Use(Wire):
 
     def apply(self, primal: torch.Tensor) -> torch.Tensor:
         """The full buffer as a differentiable function of the shard."""
-        full = self._full(primal)
+        alone = self.held is None and not self.placeholder and not self.gather8 and self.axis.ranks == 1
+        if alone and self.compute == self.grad == self.reduce == self.shard.dtype:
+            full = primal
+        elif self.followed:
+            full = primal.to(self.compute) if self.axis.ranks == 1 else self.spread(primal)
+        else:
+            full = _value(self, primal)
         return full if self.mask is None else passed(functools.partial(kept, self.mask), full)
 
     def collect(self, full: torch.Tensor) -> torch.Tensor:
         return Wire.collect(self, full if self.mask is None else kept(self.mask, full))
-
-    def _full(self, primal: torch.Tensor) -> torch.Tensor:
-        if self.trivial:
-            return primal
-        if self.followed:
-            return primal.to(self.compute) if self.axis.ranks == 1 else self.spread(primal)
-        return _value(self, primal)
 
 
 def start_gather(axis: Axis, full: torch.Tensor, shard: Stored, in_8_bits: bool, tag: Hashable) -> Callable[[], None]:

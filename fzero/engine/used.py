@@ -27,9 +27,6 @@ def need_used(state: TrainState, used: set[int], grads: Sharded | None = None) -
     Args:
         used: the leaves that this rank uses, in any microbatch.
         grads: of this update. A leaf with a gradient is used, even if no graph shows it; so it is if `state` keeps one.
-
-    Raises:
-        ValueError: on every rank.
     """
     axis, layout = state.params.axis, state.layout
     paths = {slot.leaf: slot.path for key in layout.trainable for slot in layout.groups[key].slots}

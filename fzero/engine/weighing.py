@@ -23,11 +23,7 @@ def counted(micro: Microbatches, state: TrainState | None, inputs: Sequence[obje
     """The inputs of each microbatch of a call, and what they count.
 
     Args:
-        state: whose ranks tell each other weights, if there are any.
-
-    Raises:
-        TypeError, ValueError: inputs do not split; a weight on some rank is none. On every rank, where there are
-            weights.
+        state: whose ranks tell each other weights, if there are any, and what is wrong with them.
     """
     if micro.weights is not None and jitting.get() is not None:
         raise ValueError(

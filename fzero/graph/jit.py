@@ -13,6 +13,7 @@ import torch
 
 from fzero.base import private, pytree
 from fzero.base.context import during, in_differentiated, jitting, proves
+from fzero.base.thread_state import without_values
 from fzero.comm import backend, pieces
 from fzero.engine.carry import Carry
 from fzero.engine.outcome import Outcome, wanted_of
@@ -344,7 +345,7 @@ class Function(Programs[Made]):
             return results[0].tensors, range(len(results[0].tensors)), ()
 
         def traced_here(inline: bool, by: By) -> tuple[Traced, StepRegions]:
-            with of_torch.fake_mode() as mode:
+            with without_values() as mode:
                 own = [marked(mode.from_tensor(x.detach()), number_of(x)) for x in given.tensors]
                 regions = StepRegions(mode, table, inline, effects := operators.Effects(given.axes), by)
                 parts = during(jitting, regions), during(operators.tracing, regions), during(pieces.graph, effects)

@@ -32,12 +32,6 @@ def grad_levels() -> int:
     return grads
 
 
-def is_fake(x: torch.Tensor) -> bool:
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return isinstance(x, FakeTensor)
-
-
 def is_constant(x: torch.Tensor) -> bool:
     """Tells whether a tensor's value is known, as of torch.tensor(...) in a trace."""
     return getattr(x, "constant", None) is not None
@@ -47,13 +41,6 @@ def unknown(x: torch.Tensor) -> torch.Tensor:
     """The same value, which a trace does not know."""
     known = getattr(x, "constant", None)
     return x if known is None else torch.full(x.shape, known.item(), dtype=x.dtype, device=x.device)
-
-
-def fake_mode() -> Any:
-    """A mode in which operators compute shapes alone. Tensors with values may be closed over."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def traced(fn: Callable[..., object], given: Sequence[torch.Tensor], decompositions: Table) -> torch.fx.GraphModule:

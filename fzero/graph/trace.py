@@ -11,6 +11,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fzero.base.operators import kind_of
+from fzero.base.private import is_fake
 from fzero.base.pytree import is_real
 from fzero.base.refusals import place_of
 from fzero.graph import of_torch, operators
@@ -126,7 +127,7 @@ def trace(
 
     def joint(*given: torch.Tensor) -> list[torch.Tensor | None]:
         outs, places, pull = (by_func if level else by_autograd)(given)
-        outs = [x.clone() if any(x is y for y in given) or not of_torch.is_fake(x) else x for x in outs]
+        outs = [x.clone() if any(x is y for y in given) or not is_fake(x) else x for x in outs]
         real[:] = [i for i in places if not of_torch.is_constant(outs[i])]
         cotangents = {i: operators.tangent(outs[i].detach()) for i in real}
         return [*[x.detach() for x in outs], *cotangents.values(), *pull(outs, cotangents)]
@@ -145,7 +146,7 @@ def trace(
             value = getattr(module, str(node.target))
             if isinstance(value, torch.Generator):
                 raise ValueError(OWN_GENERATOR)
-            if isinstance(value, torch.Tensor) and of_torch.is_fake(value):
+            if isinstance(value, torch.Tensor) and is_fake(value):
                 raise ValueError(READS_MADE.format(place_of()))
             node.meta.setdefault("val", value)
         if node.target in operators.EFFECTS:

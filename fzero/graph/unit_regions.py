@@ -11,10 +11,12 @@ from fzero.base import collecting, private, pytree
 from fzero.base.carriers import changing, flatten_first
 from fzero.base.context import during, proves
 from fzero.base.replay import naming
+from fzero.base.thread_state import without_values
 from fzero.comm import pieces
 from fzero.comm.axis import Axis
 from fzero.engine.called import CalledOp
 from fzero.engine.dispatch import autocast_to
+from fzero.engine.function import given_out
 from fzero.engine.outcome import split_both
 from fzero.engine.outlets import Dressed, Same
 from fzero.engine.schedule import first_runs
@@ -26,7 +28,7 @@ from fzero.graph.operators import Effects, like
 from fzero.graph.regions import Regions
 from fzero.graph.signatures import Identity, ambient_of, form_of, meta_of
 from fzero.graph.trace import Traced, trace
-from fzero.table.handle import Handle, StandIn, storage_of
+from fzero.table.handle import Handle, storage_of
 from fzero.table.layout import Key
 from fzero.table.placements import marks_of, noted, notes, noting
 from fzero.table.spec import Spec
@@ -38,11 +40,9 @@ FunctionGraphs = tuple[Traced, pytree.Split, pytree.Split]
 class UnitRegions(Traversal, Regions):
     """A traversal whose units are regions, and whose leaves are handles of buffers without values."""
 
-    def __init__(
-        self, own: Traversal, axis: Axis, decompositions: of_torch.Table, inline: bool, derived: bool
-    ) -> None:
+    def __init__(self, own: Traversal, axis: Axis, decompositions: of_torch.Table, inline: bool, derived: bool) -> None:
         super().__init__(own.layout, own.table, own.uses, (), own.device, axis)
-        Regions.__init__(self, of_torch.fake_mode(), decompositions, inline)
+        Regions.__init__(self, without_values(), decompositions, inline)
         self.axis, self.effects = axis, Effects()
         self.means, self.run, self.mask = own.means, own.run, own.mask
         self.derived = derived
@@ -81,12 +81,12 @@ class UnitRegions(Traversal, Regions):
                 self.running(),
                 during(proves, False),
                 during(notes, known),
-                collecting.run() as collected,
+                during(collecting.current, self.collected),
             ):
                 out = step.fn(tree, *own)
-                out = pytree.map_leaves(self._given_out, out)
+                out = pytree.map_leaves(given_out, out)
             outputs, aux = split_both(step, out)
-            others = pytree.Split((aux.join(*aux.leaves), {**collected}), pytree.is_tensor)
+            others = pytree.Split((aux.join(*aux.leaves), {**self.collected}), pytree.is_tensor)
             splits[:] = outputs, others
             (real, rest), (more,) = outputs.leaves, others.leaves
             outputs.leaves, others.leaves = [], []
@@ -146,16 +146,12 @@ class UnitRegions(Traversal, Regions):
                 if self.derived and not group.row.frozen:
                     stand_in = stand_in.requires_grad_()
                 self.tokens[key] = stand_in
+                rows, dtype = self.layout.rows, self.uses[key].compute
                 for slot in group.slots:
-                    out[slot.leaf] = self._handle(key, slot, stand_in)
+                    out[slot.leaf] = Handle(self, key, slot.leaf, rows[slot.leaf], dtype, stand_in, slot.shape)
             else:
-                for slot, view in zip(group.slots, group.views(self.full(key)).values(), strict=True):
-                    out[slot.leaf] = view
-                    self.origins[id(view)] = slot.leaf
+                self._full_leaves(out, (key,), group.views(self.full(key)).values())
         return [out[index] for index in range(len(self.layout.rows))]
-
-    def _given_out(self, x: object) -> object:
-        return self.read(x) if isinstance(x, Handle) else x.outside() if isinstance(x, StandIn) else x
 
     def read(self, handle: Handle) -> torch.Tensor:
         """A unit's leaf in full, outside of that unit."""

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 
 from fzero.base import pytree
-from fzero.base.norms import ROW, ROWS
 from fzero.base.patterns import ROOT
 from fzero.formats.formats import Format, Plain
 from fzero.planning.messages import uses_of
@@ -18,6 +17,7 @@ from fzero.planning.update import Taken
 from fzero.state.moments import init_extras, init_moments
 from fzero.state.placing import memory_of
 from fzero.state.sharded import Sharded, group_of, is_sharded, trees_of
+from fzero.state.squares import ROW, ROWS
 from fzero.stores.blocks import rounded
 from fzero.stores.memories import DEVICE, HOST, name_of
 from fzero.table.layout import Key, Layout

@@ -300,11 +300,7 @@ def refusal(who: str, error: Impure, defined: Place | None = None) -> ValueError
 
 @contextlib.contextmanager
 def looking_at(who: str, given: Mapping[int, NameOf]) -> Iterator[Look]:
-    """Around a run of a step's own function, which may close over tensors that are differentiated.
-
-    Raises:
-        ValueError: it is not pure.
-    """
+    """Around a run of a step's own function, which may close over tensors that are differentiated."""
     look = looking.get()
     if look is not None:  # at what runs this one
         look.give(given)

@@ -103,11 +103,7 @@ class Trial:
         return Look(self._names, {id(x) for x in given} if self._unit else None, self._outer)
 
     def compared(self, run: Callable[[], Sequence[object]]) -> Sequence[object]:
-        """The flat result of the real run.
-
-        Raises:
-            ValueError: it is not as the trial was.
-        """
+        """The flat result of the real run, which must be as the trial was."""
         with refusing(self._who, self._defined), seeded(self._seed):
             try:
                 out = self._again(run, self._look(self._given))
@@ -129,11 +125,7 @@ class Trial:
         given: Sequence[torch.Tensor],
         memories: Sequence[tuple[torch.Tensor, NameOf]],
     ) -> Sequence[object]:
-        """The flat result of a second run, in a pullback, of what the real one has computed.
-
-        Raises:
-            ValueError: it does something else.
-        """
+        """The flat result of a second run, in a pullback, which must compute what the real one has."""
         with refusing(self._who, self._defined), seeded(self._seed):
             out = self._again(run, Look(names_of(given, memories), ()))
             pairs = zip(self._sums, now := _sums_of(out), strict=False)

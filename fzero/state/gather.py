@@ -11,8 +11,8 @@ import torch
 
 from fzero.base import pages, private, pytree
 from fzero.base.arguments import as_float64, named, need_int, need_str, renamed, wrong
+from fzero.base.context import of_one_leaf
 from fzero.base.follow import any_follows, root
-from fzero.base.norms import need_all_leaves
 from fzero.base.patterns import matches
 from fzero.comm import backend
 from fzero.comm.axis import Axis
@@ -307,7 +307,12 @@ def global_norm(*trees: object) -> torch.Tensor:
         >>> fz.global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])})
         tensor(5., dtype=torch.float64)
     """
-    need_all_leaves()
+    if path := of_one_leaf.get():
+        raise ValueError(
+            f"global_norm: got leaf {path!r} alone, by an optimizer on whole leaves; expected all leaves. Clip before "
+            "it, fz.chain(fz.clip_by_global_norm(limit), optimizer), or take the keyword grad_norm of its update. For "
+            "the norm of the leaf write g.norm()."
+        )
     # leaf by leaf, so that several components have the norm of one that has all of their leaves
     return root(sum_by_leaf([square for squares in measured(trees) for square in squares.unbind()]))
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextvars
 import os
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from concurrent.futures import Executor, Future
+from typing import TypeVar
 
 import torch
 
@@ -28,30 +28,12 @@ def spare_cores(device: torch.device) -> int:
     return max(1, cores // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) - 1)
 
 
-class CpuWorker(Generic[T]):
-    """One job at a time on a thread that lasts as long as this; what it raises, `wait` does."""
+def begun(thread: Executor, job: Callable[[], T], device: torch.device, cores: int) -> Future[T]:
+    """A job that begins on a thread, with cores of its own, after what was asked of the device until now."""
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
-    def __init__(self, device: torch.device, cores: int) -> None:
-        self._device, self._cores = device, cores
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, "fzero-update")
-        self._job: concurrent.futures.Future[T] | None = None
-
-    def start(self, job: Callable[[], T]) -> None:
-        """Begins a job, once the one before has ended and was waited for."""
-        assert self._job is None
-        stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
-        self._job = self._thread.submit(contextvars.copy_context().run, self._run, job, stream)
-
-    def _run(self, job: Callable[[], T], stream: torch.cuda.Stream | None) -> T:
-        """What the thread does, in order with what was asked of the device until now."""
-        with torch.no_grad(), torch.cuda.stream(stream), during(threads, self._cores):
+    def run() -> T:
+        with torch.no_grad(), torch.cuda.stream(stream), during(threads, cores):
             return job()
 
-    def wait(self) -> T | None:
-        """The result of the job that runs, at its end; None where none does."""
-        job, self._job = self._job, None
-        return job.result() if job is not None else None
-
-    def end(self) -> None:
-        """Waits for what runs, whatever becomes of it."""
-        self._thread.shutdown()
+    return thread.submit(contextvars.copy_context().run, run)

@@ -90,7 +90,7 @@ def fused_call(
         return new, {**metrics, **loss, **batch.aux()}
 
 
-def fuses(step: Spec, state: TrainState) -> bool:
+def fuses(step: Spec) -> bool:
     """Tells whether a call of this step updates inside its pullback."""
     return step.fusion is not None and not is_transformed()
 

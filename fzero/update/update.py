@@ -7,6 +7,7 @@ import functools
 import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from fzero.stores.memories import HOST, HostBuffer
 from fzero.table.layout import Key, Layout
 from fzero.table.optimizer import Paused
 from fzero.table.spec import LEAF_NORMS, Spec
-from fzero.update.cpu_worker import CpuWorker, spare_cores
+from fzero.update.cpu_worker import begun, spare_cores
 from fzero.update.differentiable import differentiable_update
 from fzero.update.writing import Entry, Writing, due
 
@@ -87,11 +88,7 @@ def _applied(
 
 
 def known_metrics(step: Spec, state: TrainState) -> dict[str, object]:
-    """The metrics of an update that do not depend on its gradients: "lr", the loss scale.
-
-    Raises:
-        ValueError: the moments are of the same optimizer in another chain.
-    """
+    """The metrics of an update that do not depend on its gradients: "lr", the loss scale."""
     need_states(step.optimizer, state.moments)
     known = step.optimizer.metrics(state.moments) if step.optimizer.metrics else {}
     scales = {extra.name: extra.factor(state.extra[extra.name]) for extra in step.extras if extra.scale}
@@ -190,8 +187,9 @@ class Update:
                 UserWarning,
                 stacklevel=6,
             )
-        cores = spare_cores(self.old.device) if self._on_host and not step.optimizer.exchanges else 0
-        self._worker = CpuWorker[tuple[Sequence[Key], Sharded | None]](self.old.device, cores) if cores > 0 else None
+        self._cores = spare_cores(self.old.device) if self._on_host and not step.optimizer.exchanges else 0
+        self._thread = ThreadPoolExecutor(1, "fzero-update") if self._cores else None
+        self._beside: Future[tuple[Sequence[Key], Sharded | None]] | None = None  # the update that runs there
         self._waits: list[Callable[[], None]] = []
         self._running = Running(ahead=1)  # the next unit is pulled back while one waits
         self._parts: list[object] = []  # what the optimizer has returned of each group
@@ -241,8 +239,9 @@ class Update:
         else:
             down, extra = self._down(grads), {name: _to_cpu(value) for name, value in extra.items()}
             del grads
-            if self._worker is not None:
-                self._worker.start(functools.partial(self._write_down, keys, down, extra))
+            if self._thread is not None:
+                job = functools.partial(self._write_down, keys, down, extra)
+                self._beside = begun(self._thread, job, self.old.device, self._cores)
                 return
             writing = self._write(keys, down(), extra)
         self._running.begin(self._then_gather(keys, writing))
@@ -260,9 +259,9 @@ class Update:
 
     def _catch_up(self) -> None:
         """Waits for the update that runs beside."""
-        written = self._worker.wait() if self._worker is not None else None
-        if written is not None:
-            self._written(*written)
+        job, self._beside = self._beside, None
+        if job is not None:
+            self._written(*job.result())
 
     def _write(self, keys: Sequence[Key], grads: Sharded, extra: Mapping[str, object]) -> Paused:
         """Updates some groups; returns their params."""
@@ -350,7 +349,7 @@ class Update:
         # what came first says more than what still was on its way then
         with contextlib.nullcontext() if error is None else contextlib.suppress(RuntimeError, OSError):
             ends: list[Callable[[], object]] = [*self._running.waits]
-            ends += [self._worker.end] if self._worker is not None else []
+            ends += [self._thread.shutdown] if self._thread is not None else []
             finish_all([*ends, self._finish, *[tree.forget for tree in self._trees]])
 
     def extra(self) -> dict[str, Sharded]:

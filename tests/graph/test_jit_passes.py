@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import fzero as fz
+from fzero.base.thread_state import without_values
 from fzero.graph import of_torch, operators
 from fzero.graph.trace import Traced, trace
 from fzero.kernels import build
@@ -18,8 +19,7 @@ needs_compiler = pytest.mark.skipif(build.compiler() is None, reason="needs a C+
 
 
 def traced(fn: Any, *given: torch.Tensor, fuses: bool) -> Traced:
-    mode = of_torch.fake_mode()
-    with mode:
+    with without_values() as mode:
         fakes = [mode.from_tensor(x) for x in given]
         run = lambda xs: (outs := [fn(*xs)], range(len(outs)), ())
         return trace(run, fakes, range(len(fakes)), of_torch.decompositions("inductor" if fuses else "graph"))

@@ -9,6 +9,7 @@ import gc
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from fzero.kernels.build import threads
 from fzero.optim import _paused as paused
 from fzero.testing import assert_trees_equal, run_ranks
 from fzero.update import update as updates
-from fzero.update.cpu_worker import CpuWorker, spare_cores
+from fzero.update.cpu_worker import begun, spare_cores
 
 pytestmark = pytest.mark.usefixtures("hazards")
 X = torch.linspace(-1, 1, 40, dtype=torch.float64).reshape(4, 10)
@@ -170,14 +171,11 @@ def test_an_update_that_fails(fuse: str | None, at: int, donates: bool, monkeypa
 
 
 def test_a_thread_raises_what_its_job_did() -> None:
-    worker = CpuWorker[int](torch.device("cpu"), 1)
-    assert worker.wait() is None
-    worker.start(lambda: 1 // 0)
-    with pytest.raises(ZeroDivisionError):
-        worker.wait()
-    worker.start(lambda: int(torch.is_grad_enabled()))
-    assert worker.wait() == 0
-    worker.end()
+    with ThreadPoolExecutor(1) as thread:
+        failing = begun(thread, lambda: 1 // 0, torch.device("cpu"), 1)
+        with pytest.raises(ZeroDivisionError):
+            failing.result()
+        assert begun(thread, torch.is_grad_enabled, torch.device("cpu"), 1).result() is False
 
 
 def test_a_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
