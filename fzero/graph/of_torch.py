@@ -50,11 +50,27 @@ def traced(fn: Callable[..., object], given: Sequence[torch.Tensor], decompositi
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 
+    table = {**decompositions, **{target: _of_any_size(decompositions.get(target)) for target in _BY_SIZE}}
     with untraced():
-        module = make_fx(fn, decomposition_table=decompositions)(*given)
+        module = make_fx(fn, decomposition_table=table)(*given)
         if any(_writes(node) for node in module.graph.nodes):
-            module = make_fx(torch.func.functionalize(module), decomposition_table=decompositions)(*given)
+            module = make_fx(torch.func.functionalize(module), decomposition_table=table)(*given)
         return module
+
+
+# whose derivatives torch computes by a division by the number of elements, also in a trace, in Python
+_BY_SIZE = [getattr(torch.ops.aten, f"{name}_loss_backward").default for name in ("mse", "huber", "smooth_l1")]
+
+
+def _of_any_size(known: Callable[..., Any] | None) -> Callable[..., Any]:
+    """The derivative of a loss, which is empty if a microbatch has no examples."""
+
+    def own(cotangent: torch.Tensor, x: torch.Tensor, *args: Any) -> Any:
+        if not x.numel():
+            return torch.zeros_like(x)
+        return known(cotangent, x, *args) if known else NotImplemented
+
+    return own
 
 
 def _writes(node: torch.fx.Node) -> bool:

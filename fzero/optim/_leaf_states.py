@@ -139,9 +139,10 @@ def of_leaf(what: str, path: str, who: str, on_meta: bool = False) -> Iterator[N
     except Exception as error:
         of_shapes = " A plan has leaves without values: write an init that needs only shapes and dtypes."
         of_trees = " It is given {path: leaf}, a dict: write optree.tree_map(fn, grads) in the place of grads.map(fn)."
+        of_norm = " The first of a chain alone is given grad_norm, and no part of a partition: clip before it."
         error.add_note(
             f"This was in the {what} of leaf {path!r}, by {who}.{of_trees * isinstance(error, AttributeError)}"
-            f"{of_shapes * on_meta}"
+            f"{of_norm * ('grad_norm' in str(error))}{of_shapes * on_meta}"
         )
         raise
     finally:

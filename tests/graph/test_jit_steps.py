@@ -114,6 +114,17 @@ def test_a_unit_that_leaves_operands_unused(used: tuple[bool, ...]) -> None:
     assert_trees_equal(*results)
 
 
+@pytest.mark.parametrize("loss", [F.mse_loss, F.huber_loss, F.smooth_l1_loss, F.l1_loss])
+def test_a_microbatch_without_examples(loss: Any) -> None:
+    step = fz.train_step(lambda p, x: loss(x * p["s"], x.cos()), fz.sgd(0.1))
+    step = fz.accumulate(step, 3, weights=lambda x: len(x))  # of a batch of two
+    states = [step.init(PARAMS), step.init(PARAMS)]
+    for _ in range(2):
+        (states[0], want), (states[1], got) = step(states[0], drawn(2, 4)), jit(step)(states[1], drawn(2, 4))
+        assert_trees_equal({**want}, {**got})
+    assert_trees_equal(*map(fz.gather, [state.params for state in states]))
+
+
 def test_autocast_around_one_of_two_units() -> None:
     def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
         x = unit(p["blocks"][0], x)

@@ -165,6 +165,9 @@ def test_the_norm_of_all_gradients_is_a_keyword(update: Any, wrap: Any) -> None:
             assert_trees_close(found, want, rtol=1e-10)
     with pytest.raises(RankError, match=r"grad_norm|global_norm: got leaf"):  # it is that of what a chain is given
         run_ranks(functools.partial(on, fz.chain(fz.clip_by_value(9.0), any_)), 2)
+    for own in (fz.chain(fz.clip_by_value(9.0), named), fz.partition({"*": named})):
+        with pytest.raises(RankError, match="The first of a chain alone is given grad_norm"):
+            run_ranks(functools.partial(on, own), 2)
 
 
 def test_a_norm_of_all_leaves_of_one_is_refused() -> None:
