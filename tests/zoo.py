@@ -105,12 +105,19 @@ drawn_blocks = st.lists(
 ).map(tuple)
 
 
+class Scaled(nn.Embedding):
+    """As those of Gemma and Bart are."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * torch.tensor(1.5).to(self.weight.dtype)
+
+
 class Model(nn.Module):
     """Embedding, blocks with residuals, and a head that may be tied to the embedding."""
 
-    def __init__(self, blocks: tuple[tuple[str, int, bool], ...], tied: bool) -> None:
+    def __init__(self, blocks: tuple[tuple[str, int, bool], ...], tied: bool, scaled: bool = False) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH, padding_idx=3)
+        self.embedding = (Scaled if scaled else nn.Embedding)(VOCABULARY, WIDTH, padding_idx=3)
         self.blocks = nn.ModuleList([KINDS[kind](inner, bias) for kind, inner, bias in blocks])
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=not tied)
         if tied:
@@ -131,9 +138,9 @@ class Model(nn.Module):
         return out
 
 
-def made(blocks: tuple[tuple[str, int, bool], ...], tied: bool) -> Model:
+def made(blocks: tuple[tuple[str, int, bool], ...], tied: bool, scaled: bool = False) -> Model:
     """The same values whatever was drawn before."""
-    model, generator = Model(blocks, tied).to(F64), torch.Generator().manual_seed(5)
+    model, generator = Model(blocks, tied, scaled).to(F64), torch.Generator().manual_seed(5)
     with torch.no_grad():
         for param in model.parameters():
             param.copy_(torch.randn(param.shape, dtype=F64, generator=generator) * 0.4)
@@ -145,7 +152,8 @@ def planned(draw: st.DrawFn) -> tuple[Model, dict[str, Any]]:
     """A model of up to three blocks, and a plan of some of its leaves."""
     kind = st.tuples(st.sampled_from(sorted(KINDS)), st.integers(2, 7), st.booleans())
     blocks, tied = draw(st.lists(kind, min_size=1, max_size=3).map(tuple)), draw(st.booleans())
-    model, embedding = made(blocks, tied), draw(st.sampled_from(["vocabulary", "column_gather", None]))
+    model = made(blocks, tied, scaled=draw(st.booleans()))
+    embedding = draw(st.sampled_from(["vocabulary", "column_gather", None]))
     plan = {**model.plan([draw(st.booleans()) for _ in blocks]), **({} if tied else {"head": "column_gather"})}
     if embedding is not None:
         plan["embedding"] = embedding

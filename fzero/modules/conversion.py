@@ -23,7 +23,7 @@ from fzero.parallel.types import running_mode
 from fzero.parallel.varying import unseen
 from fzero.parallel.watched import mark_of, need_level, note, taken
 from fzero.state.sliced import in_order
-from fzero.table.handle import Handle
+from fzero.table.handle import Function, Handle, Named, Operands
 from fzero.table.placements import Cut, Mark
 from fzero.table.slices import Slices
 
@@ -45,15 +45,26 @@ class CutLeaf(NamedTuple):
 
 
 class _Apart(Absent):
-    """A leaf that is cut, where its module's own forward does not run."""
+    """A leaf that is cut, where a conversion takes the place of its module's forward.
+
+    Attributes:
+        rows: `F.embedding` of an embedding that calls it in a forward of its own.
+    """
 
     axis: str
+    rows: Forward | None
+
+    @classmethod
+    def __torch_function__(cls, func: Function, types: object, args: Operands = (), kwargs: Named = None) -> object:
+        if func is F.embedding and isinstance(leaf := args[1], _Apart) and leaf.rows is not None:
+            return leaf.rows(args[0], **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
 
     def refusal(self, func: object) -> RuntimeError:
         return RuntimeError(
             f"Leaf {self.path!r} of a module is cut over axis {self.axis!r} by fz.shard_tensor, and is read other than "
-            "by the forward of its module, where nothing is known of how ranks exchange values. Let the plan leave it "
-            "whole, or call its module."
+            "by torch's own forward of its module, where nothing is known of how ranks exchange values. Let the plan "
+            "leave it whole, or call its module."
         )
 
 
@@ -97,10 +108,11 @@ class Converted:
         kind, weight = kind_of(self.module), self.cut.get("weight")
         if kind and weight is not None and weight.slices is not None:
             run = (self._embedding if kind == "embedding" else self._linear)(weight.slices, kind)
+            rows = self._looked_up if self.calls else None
             for name, leaf in self.cut.items():
                 own = self.module._parameters[name]
                 assert own is not None
-                apart = _Apart.like(own, path=leaf.name, axis=self.axis.name)
+                apart = _Apart.like(own, path=leaf.name, axis=self.axis.name, rows=rows)
                 self.leaves[name] = self.module._parameters[name] = apart  # type: ignore[assignment]
             return run
         own = type(self.module)
@@ -120,6 +132,11 @@ class Converted:
             return None
         return 1 - len(weight.shape) if isinstance(self.module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) else -1
 
+    @property
+    def calls(self) -> bool:
+        """Whether its own forward runs, and calls its conversion where it calls `F.embedding`."""
+        return isinstance(self.module, nn.Embedding) and type(self.module).forward is not nn.Embedding.forward
+
     def refused(self, why: str) -> ValueError:
         leaf = next(iter(self.cut.values()))
         return ValueError(
@@ -129,7 +146,7 @@ class Converted:
 
     def install(self) -> None:
         """Puts the conversion into the module."""
-        if self.run == self.forward and self.then is None:
+        if (self.run == self.forward and self.then is None) or self.calls:
             return
 
         @functools.wraps(self.forward)
@@ -211,6 +228,11 @@ class Converted:
             return self._total(out.masked_fill(~inside.unsqueeze(-1), 0.0))
 
         return rows
+
+    def _looked_up(self, input: torch.Tensor, padding_idx: int | None = None, **options: object) -> object:
+        if padding_idx != self.module.padding_idx or options.get("max_norm") or options.get("scale_grad_by_freq"):
+            raise self.refused("its own forward calls F.embedding with other options than the module has")
+        return _run(self, (input,), {})
 
     def _known(self, *args: object, **kwargs: object) -> object:
         for name, leaf in self.cut.items():

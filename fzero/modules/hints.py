@@ -27,12 +27,13 @@ class Heads(NamedTuple):
 def kind_of(module: nn.Module) -> str:
     """What a module computes with its weight; "" where that is its own affair.
 
-    A class that is derived from one of torch's, with a forward of its own, is another one.
+    A class that is derived from one of torch's, with a forward of its own, is another one, but for an embedding: that
+    calls `F.embedding`, as by `super().forward(ids) * self.scale`, or is refused where it reads its weight.
     """
     forward = type(module).forward
     if forward is nn.Linear.forward:
         return "linear"
-    if forward is nn.Embedding.forward:
+    if isinstance(module, nn.Embedding):
         return "embedding"
     if any(forward is kind.forward for kind in _CONVOLUTIONS):
         return "convolution"

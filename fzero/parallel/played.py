@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero.base import pytree
+from fzero.base import collecting, pytree
 from fzero.base.context import during, own_copies
 from fzero.base.operators import Wide, wide_dtype
 from fzero.base.places import definition_of, function_of
@@ -198,7 +198,8 @@ class _Comparison:
             if planned is not None and self._over is not None:
                 name = self._over.name
                 planned = planned.on(place.get(name, 0), self._sizes[name] if name in place else 1)
-            with planned.running(args[0]) if planned is not None else contextlib.nullcontext():
+            known = planned.running(args[0]) if planned is not None else contextlib.nullcontext()
+            with known, collecting.run():
                 out = self._fn(*args)
             paths, leaves, _ = pytree.named_leaves(out)
             found = {path: x for path, x in zip(paths, leaves, strict=True) if isinstance(x, torch.Tensor)}

@@ -274,6 +274,22 @@ class SelfAttention(nn.Module):
         return self.own(x, x, x)[0]
 
 
+class Positions(nn.Embedding):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return self.weight[: input.shape[-1]]
+
+
+class NoPadding(nn.Embedding):
+    def __init__(self) -> None:
+        super().__init__(4, 4, padding_idx=0)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return F.embedding(input, self.weight)
+
+
 WRONG: dict[str, tuple[Any, Any, str]] = {
     "derived": (
         lambda: Scaled(4, 4),
@@ -306,6 +322,8 @@ WRONG: dict[str, tuple[Any, Any, str]] = {
         "one rank has all of its inputs",
     ),
     "max_norm": (lambda: nn.Embedding(4, 4, max_norm=1.0), {"weight": 0}, r"its embedding has max_norm=1\.0"),
+    "positions": (Positions, {"weight": 0}, "Leaf 'weight' .* is read other than"),
+    "no padding": (NoPadding, {"weight": 0}, "calls F.embedding with other options"),
     "norm": (lambda: nn.LayerNorm(4), {"weight": 0}, "no conversions for what a LayerNorm does"),
 }
 

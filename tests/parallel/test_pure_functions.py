@@ -104,6 +104,12 @@ def gated(p: Params, x: torch.Tensor, ax: Axis) -> torch.Tensor:
     return to_row(gate.sigmoid() * value, p, ax)
 
 
+def balanced(p: Params, x: torch.Tensor, ax: Axis) -> torch.Tensor:
+    """Experts, whose balance loss leaves by a name."""
+    fz.collect((x @ p["bias"]).square().mean(), "balance")
+    return experts(p, x, ax) + sum(fz.collected("balance"))
+
+
 class Scaled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -126,7 +132,7 @@ def hooked(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-EQUAL: dict[str, Fn] = {f.__name__: f for f in (embedded, experts, probabilities, on_first_rank, gated)} | {
+EQUAL: dict[str, Fn] = {f.__name__: f for f in (embedded, experts, balanced, probabilities, on_first_rank, gated)} | {
     "first of fused": lambda p, x, ax: to_row((P.copy(x, ax) @ p["fused"])[:, : len(p["down"])], p, ax),
     "added by one": lambda p, x, ax: (P.sum(torch.addmm(x.new_zeros(4), up(p, x, ax), p["down"]), ax) + x).sin().sum(),
     "turned round": lambda p, x, ax: to_row(P.ring_shift(P.ring_shift(up(p, x, ax), ax), ax), p, ax),
