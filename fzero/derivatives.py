@@ -19,7 +19,7 @@ from fzero.engine.carry import Carry, refuse_carry
 from fzero.engine.function import call_function, traversal_of
 from fzero.engine.outcome import scalar_loss, split_result
 from fzero.engine.traversal import autocast, known, running
-from fzero.state.check_state import check_grads, check_state
+from fzero.state.check_state import check_state, taken_grads
 from fzero.state.checks import constants, need_derivatives
 from fzero.state.sharded import Sharded
 from fzero.state.sliced import whole_of
@@ -105,7 +105,7 @@ def _refuse_transforms(who: str) -> None:
         )
 
 
-def hvp(step: Spec, state: TrainState, v: Sharded, *inputs: object) -> Sharded:
+def hvp(step: Spec, state: TrainState, v: object, *inputs: object) -> Sharded:
     """The Hessian of the mean loss times a vector, for curvature and influence functions.
 
     Batches are not split into microbatches.
@@ -113,7 +113,8 @@ def hvp(step: Spec, state: TrainState, v: Sharded, *inputs: object) -> Sharded:
     Args:
         step: a step whose function returns a scalar loss, without `weights` of `fz.accumulate`.
         state: a state of this step.
-        v: the vector, in the form of grads: what a pullback returned, or an earlier product.
+        v: the vector, in the form of grads: what a pullback returned, an earlier product, or full leaves that are equal
+            on all ranks, as `step.update` takes them. What it has of frozen leaves is left out.
         *inputs: this rank's share of the batch.
 
     Returns:
@@ -132,9 +133,10 @@ def hvp(step: Spec, state: TrainState, v: Sharded, *inputs: object) -> Sharded:
         >>> fz.gather(fz.hvp(step, state, pullback(torch.ones(()))[0], torch.ones(2)))["w"]
         tensor([18., 18.])
     """
-    check_grads(step, state, v, "v", "hvp")
+    check_state(step, state, "hvp")
     need_derivatives("fz.hvp")
     state, v, inputs = constants("fz.hvp", state=state, v=v, inputs=inputs)
+    vector = taken_grads(step, state, v, "hvp", "v")
     _refuse_weights(step, "hvp")
     given = Carry(step, state).given(inputs)
     _, primals, _ = traversal_of(step, state, seed_of(state, 0, 0))
@@ -147,8 +149,8 @@ def hvp(step: Spec, state: TrainState, v: Sharded, *inputs: object) -> Sharded:
     with torch.no_grad():
         _, pullback, value = torch.func.vjp(torch.func.grad_and_value(loss), primals, has_aux=True)  # type: ignore[misc]
         need_alike(state.params.axis, scalars_in(value), "hvp", "a loss")
-        (product,) = pullback(v.locals(), retain_graph=False, create_graph=False)
-    return v.with_buffers(product)
+        (product,) = pullback(vector.locals(), retain_graph=False, create_graph=False)
+    return vector.with_buffers(product)
 
 
 def _refuse_weights(step: Spec, who: str) -> None:

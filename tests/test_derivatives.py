@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 from typing import Any
 
+import optree
 import pytest
 import scenarios
 import torch
@@ -52,24 +54,30 @@ def test_tape(chosen: Any, world: int, scenario: str) -> None:
     run_ranks(rank_main, world)
 
 
-@given(chosen=CHOSEN, world=st.integers(1, 3))
-def test_hvp(chosen: Any, world: int) -> None:
+@given(chosen=CHOSEN, world=st.integers(1, 3), frozen=st.sampled_from(["", "blocks.0.*", "head.b"]))
+def test_hvp(chosen: Any, world: int, frozen: str) -> None:
     loss, params = scenarios.stack(blocks=2, width=3)
     batches = scenarios.vector_batches(world, width=3)
+    trains = optree.tree_map_with_path(lambda path, p: not fnmatch.fnmatch(".".join(map(str, path)), frozen), params)
 
     def mean_loss(p: Any) -> torch.Tensor:
+        p = pytree.tree_map(lambda x, held, own: x if own else held, p, params, trains)
         return torch.stack([loss(p, *batch) for batch in batches]).mean()
 
     first = torch.func.grad(mean_loss)(params)
     pulled: Any = torch.func.vjp(torch.func.grad(mean_loss), params)
-    want = pulled[1](first)[0]
+    want = pytree.tree_map(lambda x, own: x if own else None, pulled[1](first)[0], trains)
 
     def rank_main(rank: int) -> None:
         step = strategies.apply(fz.train_step(loss, fz.sgd(0.1)), chosen)
+        step = fz.freeze(step, frozen) if frozen else step
         state = step.init(params)
         out, pullback = step.vjp(state, *batches[rank])
         grads, _ = pullback(torch.ones_like(out))
-        assert_trees_close(fz.gather(fz.hvp(step, state, grads, *batches[rank])), want, rtol=1e-9)
+        # whole, and cut as the guide cuts a vector
+        for vector in (grads, first, fz.scatter(first, like=state.params)):
+            product = fz.gather(fz.hvp(step, state, vector, *batches[rank]))
+            assert_trees_close(product, want, rtol=1e-9, atol=1e-12)
 
     run_ranks(rank_main, world)
 

@@ -110,7 +110,7 @@ def check_grads(step: Spec, state: TrainState, grads: object, argument: str = "g
         )
 
 
-def taken_grads(step: Spec, state: TrainState, grads: object, who: str) -> Sharded:
+def taken_grads(step: Spec, state: TrainState, grads: object, who: str, argument: str = "grads") -> Sharded:
     """A pullback's grads, or full ones as slices, of the trained leaves only."""
     if isinstance(grads, Sharded):
         if set(grads.groups) > set(grads.layout.trainable):  # those of torch.func.grad by a state's params
@@ -118,5 +118,5 @@ def taken_grads(step: Spec, state: TrainState, grads: object, who: str) -> Shard
     elif grads is not None:
         check_state(step, state)
         grads = state.fitting(who, "grads", grads)
-    check_grads(step, state, grads)
+    check_grads(step, state, grads, argument)
     return grads  # type: ignore[return-value]

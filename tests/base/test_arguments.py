@@ -130,7 +130,7 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
     "hvp": {
         "step": (lambda v: fz.hvp(v, STATE, GRADS, X), {"a step"}),
         "state": (lambda v: fz.hvp(STEP, v, GRADS, X), {"a state"}),
-        "v": (lambda v: fz.hvp(STEP, STATE, v, X), {"grads"}),
+        "v": (lambda v: fz.hvp(STEP, STATE, v, X), {"grads", "full params"}),
     },
     "explain": {
         "step": (lambda v: fz.explain(v, STATE, X), {"a step"}),
