@@ -8,6 +8,7 @@ from collections.abc import Generator, Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start, too: the workers take all cores
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # or each that compiles has a pool of processes with torch
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # or each builds and loads a library to see that it can
 
 import pytest
 import torch

@@ -688,6 +688,7 @@ class Net(nn.Module):
         return self.o_proj(torch.tanh(self.q_proj(x)))
 
 
+@in_turns(3)
 @pytest.mark.parametrize("deep", [False, True])
 @pytest.mark.parametrize(
     "keys",

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from drawn import prelude
 
 import fzero as fz
 from fzero.testing import run_ranks
@@ -15,25 +16,16 @@ from fzero.testing import run_ranks
 W, X = torch.linspace(-1, 1, 16, dtype=torch.float64).view(4, 4), torch.ones(2, 4, dtype=torch.float64)
 
 
-class Scaled(torch.autograd.Function):
+class Scaled(prelude.Scaled):
     """x @ w, whose backward writes to w if it is told to."""
 
     write: Callable[[torch.Tensor], object] | None = None
 
     @staticmethod
-    def forward(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return x @ w
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
     def backward(ctx: Any, cotangent: torch.Tensor) -> Any:  # type: ignore[override]
-        x, w = ctx.saved_tensors
-        found = cotangent @ w.t(), x.t() @ cotangent
+        found = prelude.Scaled.backward(ctx, cotangent)
         if Scaled.write is not None:
-            Scaled.write(w)
+            Scaled.write(ctx.saved_tensors[1])
         return found
 
 

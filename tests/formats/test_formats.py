@@ -13,7 +13,7 @@ import scenarios
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from nightly import NIGHTLY, by_turns, in_turns
+from nightly import NIGHTLY, by_turns, in_turns, todays
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fzero as fz
@@ -151,7 +151,7 @@ def test_kernels_have_the_bits_of_the_eager_path(optimizer: str, monkeypatch: py
         ),
         (Corrected(), Companded(True)),
     ]
-    for param, moment in forms:
+    for param, moment in todays(forms, of=3, name=lambda form: f"{form[0]}, {form[1]}"):
         policy = fz.Policy(
             param=param.parts[0].dtype,
             moment=str(moment) if isinstance(moment, Companded) else moment.dtype,

@@ -147,6 +147,7 @@ def test_attention_over_a_cut_sequence(kind: str, remat: bool) -> None:
     run_ranks(functools.partial(along, kind=kind, remat=remat), 2)
 
 
+@in_turns(5, "steps over axes")
 def test_slices() -> None:
     run_ranks(parted, 2)
 

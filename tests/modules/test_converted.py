@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import zoo
-from huggingface_models import VIT, llama, mixtral, vit
+from huggingface_models import VIT, llama, mixtral, small, vit
 from hypothesis import given
 from hypothesis import strategies as st
 from nightly import NIGHTLY, by_turns, in_turns
@@ -212,18 +212,7 @@ def gpt2() -> nn.Module:
 
 def qwen3() -> nn.Module:
     """With norms of heads, whose weights all ranks use for other heads."""
-    transformers = pytest.importorskip("transformers")
-    config = transformers.Qwen3Config(
-        vocab_size=17,
-        hidden_size=16,
-        intermediate_size=11,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=4,
-        use_cache=False,
-    )
-    return transformers.Qwen3ForCausalLM(config)
+    return small("Qwen3ForCausalLM", intermediate_size=11, head_dim=4)
 
 
 MODELS["gpt2"] = (gpt2, {"*.mlp.c_fc": "column", "*.mlp.c_proj": "row", "*.wte": "vocabulary"})
