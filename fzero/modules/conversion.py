@@ -28,8 +28,8 @@ from fzero.table.placements import Cut, Mark
 from fzero.table.slices import Slices
 
 Forward = Callable[..., object]
-# the last tensor that a module made each rank's own, which others read too: (it, its version and levels, its copy)
 _given: contextvars.ContextVar[Mark | None] = variable("given", None)  # how the input of what runs varies
+# the last tensor that a module made each rank's own, which others read too: (it, its version and levels, its copy)
 _last: contextvars.ContextVar[list[tuple[torch.Tensor, tuple[int, bool, int], torch.Tensor]]] = variable(
     "last_copied", []
 )
