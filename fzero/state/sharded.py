@@ -210,10 +210,7 @@ class Sharded(Mapping[str, torch.Tensor]):
 
     def __getitem__(self, path: str) -> torch.Tensor:
         if path not in self.layout.key_of:
-            raise KeyError(
-                f"no leaf {path!r}; the leaves are {', '.join(self.layout.key_of)}. fz.gather gives them whole, as the "
-                "tree that init was given"
-            )
+            raise KeyError(f"no leaf {path!r}; the leaves are {', '.join(self.layout.key_of)}. fz.gather gives a tree")
         key, slot = self.layout.key_of[path]
         if key not in self.groups:
             raise KeyError(f"leaf {path!r} is frozen: it has params, but no grads and no moments")

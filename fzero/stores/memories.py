@@ -231,5 +231,6 @@ def put(memory: Memory, tensor: torch.Tensor, device: torch.device, what: str, s
 
 def put_again(buffer: Buffer, tensor: torch.Tensor) -> Buffer:
     """Another value where a buffer lies; one that a transform goes on through stays where it is, as in `put`."""
-    away = isinstance(buffer, Away) and not follows(tensor)
-    return buffer.again(tensor, opened=False, takes=False) if away else tensor
+    if not isinstance(buffer, Away) or follows(tensor):
+        return tensor
+    return buffer.again(tensor, opened=False, takes=False)
