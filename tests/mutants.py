@@ -22,11 +22,9 @@ ORDERS = (f"{SCHEDULE}::test_orders_that_change", SCHEDULE)
 NOT_PULLED = (f"{SCHEDULE}::test_units_that_are_not_pulled_back", SCHEDULE)
 TWICE = (f"{SCHEDULE}::test_a_unit_that_is_used_twice", SCHEDULE)
 ON_PROCESSES = (f"{SCHEDULE}::test_orders_that_change_on_processes", EXACT)
-FUSED = (f"{FAULTS}::test_a_schedule_that_raises_at_a_later_group[3-True-1]", FAULTS)
 BESIDE = ("tests/update/test_cpu_worker.py",)
 HELD = (f"{FAULTS}::test_a_schedule_that_raises_at_a_later_group", FAULTS)
-PULLBACKS = (f"{FAULTS}::test_a_pullback_that_raises[1-False-False]", FAULTS)
-RECOMPUTED = (f"{FAULTS}::test_a_pullback_that_raises[3-False-True]", FAULTS)
+PULLBACKS = (f"{FAULTS}::test_a_pullback_that_raises", FAULTS)
 IN_8_BITS = (f"{FAULTS}::test_8_bit_gathers_with_fewer_units_than_last_time", FAULTS)
 ON_GLOO = (f"{EXACT}::test_on_gloo_processes", EXACT)
 OFFLOAD = "tests/transforms/test_offload.py"
@@ -55,11 +53,11 @@ WAITS = [
     Wait("engine/schedule.py", "            wait()\n            hazards.poison", "            hazards.poison"),
     Wait("engine/schedule.py", "*[wait for _, wait in ahead.values()]])", "])"),
     Wait("engine/schedule.py", "finish_all([self.finish_reductions, *", "finish_all([*", tests=PULLBACKS),
-    Wait("engine/schedule.py", "*[op.forget_ahead for op in calls], ", "", tests=FUSED),
-    Wait("engine/schedule.py", ", self._end_of_gathers])", "])", tests=RECOMPUTED),
-    Wait("engine/schedule.py", "            end()\n        raise", "            pass\n        raise", tests=FUSED),
+    Wait("engine/schedule.py", "*[op.forget_ahead for op in calls], ", "", tests=HELD),
+    Wait("engine/schedule.py", ", self._end_of_gathers])", "])", tests=PULLBACKS),
+    Wait("engine/schedule.py", "            end()\n        raise", "            pass\n        raise", tests=HELD),
     Wait("engine/schedule.py", "        raise\n    end()\n", "        raise\n", tests=NOT_PULLED),
-    Wait("engine/pullback.py", "  self._arriving.pop(key)()\n", "  self._arriving.pop(key)\n", tests=FUSED),
+    Wait("engine/pullback.py", "  self._arriving.pop(key)()\n", "  self._arriving.pop(key)\n", tests=HELD),
     Wait("engine/pullback.py", "or schedule.refill(key, full))()", "or schedule.refill(key, full))"),
     Wait("engine/delivery.py", "        self.schedule.finish_reductions()\n        assert", "        assert"),
     Wait("engine/traversal.py", "        self.schedule.finish_reductions()\n", "", tests=TWICE),
