@@ -22,15 +22,13 @@ ORDERS = (f"{SCHEDULE}::test_orders_that_change", SCHEDULE)
 NOT_PULLED = (f"{SCHEDULE}::test_units_that_are_not_pulled_back", SCHEDULE)
 TWICE = (f"{SCHEDULE}::test_a_unit_that_is_used_twice", SCHEDULE)
 ON_PROCESSES = (f"{SCHEDULE}::test_orders_that_change_on_processes", EXACT)
-FUSED = (f"{FAULTS}::test_a_schedule_that_raises_at_a_later_group[3-True-1]", FAULTS)
-BESIDE = ("tests/update/test_beside.py",)
+BESIDE = ("tests/update/test_cpu_worker.py",)
 HELD = (f"{FAULTS}::test_a_schedule_that_raises_at_a_later_group", FAULTS)
-PULLBACKS = (f"{FAULTS}::test_a_pullback_that_raises[1-False-False]", FAULTS)
-RECOMPUTED = (f"{FAULTS}::test_a_pullback_that_raises[3-False-True]", FAULTS)
+PULLBACKS = (f"{FAULTS}::test_a_pullback_that_raises", FAULTS)
 IN_8_BITS = (f"{FAULTS}::test_8_bit_gathers_with_fewer_units_than_last_time", FAULTS)
 ON_GLOO = (f"{EXACT}::test_on_gloo_processes", EXACT)
 OFFLOAD = "tests/transforms/test_offload.py"
-AWAY = (f"{OFFLOAD}::test_what_every_transform_owes", f"{OFFLOAD}::test_the_bits_are_those_of_the_step_without_it")
+AWAY = (f"{OFFLOAD}::test_the_bits_are_those_of_the_step_without_it",)
 LOADS = ("tests/checkpoint/test_load.py::test_nothing_is_used_before_it_has_arrived",)
 LEFT = (f"{OFFLOAD}::test_an_update_that_fails_leaves_nothing_on_its_way",)
 
@@ -55,11 +53,11 @@ WAITS = [
     Wait("engine/schedule.py", "            wait()\n            hazards.poison", "            hazards.poison"),
     Wait("engine/schedule.py", "*[wait for _, wait in ahead.values()]])", "])"),
     Wait("engine/schedule.py", "finish_all([self.finish_reductions, *", "finish_all([*", tests=PULLBACKS),
-    Wait("engine/schedule.py", "*[op.forget_ahead for op in calls], ", "", tests=FUSED),
-    Wait("engine/schedule.py", ", self._end_of_gathers])", "])", tests=RECOMPUTED),
-    Wait("engine/schedule.py", "            end()\n        raise", "            pass\n        raise", tests=FUSED),
+    Wait("engine/schedule.py", "*[op.forget_ahead for op in calls], ", "", tests=HELD),
+    Wait("engine/schedule.py", ", self._end_of_gathers])", "])", tests=PULLBACKS),
+    Wait("engine/schedule.py", "            end()\n        raise", "            pass\n        raise", tests=HELD),
     Wait("engine/schedule.py", "        raise\n    end()\n", "        raise\n", tests=NOT_PULLED),
-    Wait("engine/pullback.py", "  self._arriving.pop(key)()\n", "  self._arriving.pop(key)\n", tests=FUSED),
+    Wait("engine/pullback.py", "  self._arriving.pop(key)()\n", "  self._arriving.pop(key)\n", tests=HELD),
     Wait("engine/pullback.py", "or schedule.refill(key, full))()", "or schedule.refill(key, full))"),
     Wait("engine/delivery.py", "        self.schedule.finish_reductions()\n        assert", "        assert"),
     Wait("engine/traversal.py", "        self.schedule.finish_reductions()\n", "", tests=TWICE),
@@ -70,7 +68,7 @@ WAITS = [
     Wait("comm/axis.py", "self.start_gather(full, shard, tag)()", "self.start_gather(full, shard, tag)"),
     Wait("comm/axis.py", "            wait()\n            for group in", "            for group in"),
     Wait("comm/axis.py", "        wait()\n        return out", "        return out", tests=ON_GLOO),
-    Wait("stores/memories.py", "(wait(), own)[1]", "own", tests=AWAY[1:]),
+    Wait("stores/memories.py", "(wait(), own)[1]", "own", tests=AWAY),
     Wait("stores/memories.py", "(wait(), target)[1]", "target", tests=AWAY),
     Wait("update/writing.py", "        finish_all(list(brought.values()))\n", "", tests=LEFT),
     Wait("state/origin.py", "        self.origin.wait()\n        return tree", "        return tree", tests=LOADS),

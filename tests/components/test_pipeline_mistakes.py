@@ -44,47 +44,37 @@ def pipe_of(
 # ---- arguments
 
 
-def wrong(name: str, pipe: Any, state: Any, mine: bool) -> Any:
-    """A call of which one rank's arguments are wrong."""
-    if name == "params":
-        return pipe.init(PARAMS[:2] if mine else PARAMS)
-    if name == "leaf":
-        return pipe.init([{"w": torch.ones(3, 3, dtype=torch.int64)}] * 3 if mine else PARAMS)
-    if name == "seed":
-        return pipe.init(PARAMS, seed="x" if mine else 0)
-    if name == "argnums":
-        return pipe.vjp(state, X, Y, argnums=7 if mine else 0)
-    if name == "state":
-        return pipe(3 if mine else state, X, Y)
-    if name == "requires_grad":
-        return pipe.vjp(state, X.clone().requires_grad_(mine), Y)
-    if name == "rng":
-        return pipe.forward(state, X, Y, rng="x" if mine else 0)
-    if name == "rng of a step":
-        return pipe(state, X, Y, rng="x" if mine else 0)
-    _, pullback = pipe.vjp(state, X, Y)
-    if name == "retain_graph":
-        return pullback(torch.ones((), dtype=F64), retain_graph="x" if mine else True)
-    if name == "cotangent":
-        return pullback(torch.ones((), dtype=F64, requires_grad=mine), retain_graph=True)
-    grads, _ = pullback(torch.ones((), dtype=F64))
-    if name == "grads":
-        return pipe.update(state, 5 if mine else grads)
-    assert name == "grad_norm"
-    return pipe.update(state, grads, grad_norm=-1.0 if mine else None)
+ONE = torch.ones((), dtype=F64)
+# what a pipeline is asked for, of which one rank's arguments are wrong
+WRONG: dict[str, Callable[[Any, Any, bool], Any]] = {
+    "params": lambda pipe, state, mine: pipe.init(PARAMS[:2] if mine else PARAMS),
+    "leaf": lambda pipe, state, mine: pipe.init([{"w": torch.ones(3, 3, dtype=torch.int64)}] * 3 if mine else PARAMS),
+    "seed": lambda pipe, state, mine: pipe.init(PARAMS, seed="x" if mine else 0),
+    "argnums": lambda pipe, state, mine: pipe.vjp(state, X, Y, argnums=7 if mine else 0),
+    "state": lambda pipe, state, mine: pipe(3 if mine else state, X, Y),
+    "requires_grad": lambda pipe, state, mine: pipe.vjp(state, X.clone().requires_grad_(mine), Y),
+    "rng": lambda pipe, state, mine: pipe.forward(state, X, Y, rng="x" if mine else 0),
+    "retain_graph": lambda pipe, state, mine: pipe.vjp(state, X, Y)[1](ONE, retain_graph="x" if mine else True),
+    "cotangent": lambda pipe, state, mine: pipe.vjp(state, X, Y)[1](ONE.clone().requires_grad_(mine)),
+    "grads": lambda pipe, state, mine: updated(pipe, state, lambda grads: (5 if mine else grads, None)),
+    "grad_norm": lambda pipe, state, mine: updated(pipe, state, lambda grads: (grads, -1.0 if mine else None)),
+    "rng of a step": lambda pipe, state, mine: pipe(state, X, Y, rng="x" if mine else 0),
+}
 
 
-NAMES = "params leaf seed argnums state requires_grad rng retain_graph cotangent grads grad_norm".split()
-NAMES += ["rng of a step"]
+def updated(pipe: Any, state: Any, given: Callable[[Any], tuple[Any, Any]]) -> Any:
+    """By grads, of which all ranks have a part."""
+    grads, norm = given(pipe.vjp(state, X, Y)[1](ONE)[0])
+    return pipe.update(state, grads, grad_norm=norm)
 
 
 def one_is_wrong(rank: int, who: int) -> None:
     pipe, whole = pipe_of(schedule := fz.schedules.zero_bubble(3, 3), [[0], [1], [2]]), pipe_of(schedule)
     state, other = pipe.init(PARAMS), whole.init(PARAMS)
-    for name in NAMES:
+    for name, call in WRONG.items():
         begun = time.monotonic()
         with pytest.raises((ValueError, TypeError)) as caught:
-            wrong(name, pipe, state, rank == who)
+            call(pipe, state, rank == who)
         assert time.monotonic() - begun < 5
         assert rank == who or f"rank {who} at place {who} failed" in str(caught.value), (name, caught.value)
         new, metrics = pipe(state, X, Y)
