@@ -75,7 +75,8 @@ class Regions:
 
     def pulled(self, region: int) -> list[torch.Tensor]:
         """Nothing stands in the places of cotangents that are not there."""
-        return [torch.empty(0) if x is None else like(x.meta["val"]) for x in result_of(self.traced[region].pullback)]
+        nothing, result = torch.empty(0, device="cpu"), result_of(self.traced[region].pullback)
+        return [nothing if x is None else like(x.meta["val"]) for x in result]
 
     def call_region(
         self, number: int, wanted: Sequence[int], operands: Sequence[torch.Tensor]
