@@ -128,8 +128,9 @@ class Effects(list[Effect]):
             got = [each[:-1] for each in told]
             if got != expected or any(each[-1] != own for each in told):
                 raise ValueError(
-                    f"jit: {tag}: the ranks of axis {axis.name!r} have pieces of other sizes, {got}, than when this "
-                    "was traced. Cut into equal pieces (pad the batch), give the sizes (sizes=), or leave jit out."
+                    f"jit: {tag}: the ranks of axis {axis.name!r} have pieces of other sizes than when this was "
+                    f"traced: got {_without_end(got)}, expected {_without_end(expected)}. Cut into equal pieces (pad "
+                    "the batch), give the sizes (sizes=), or leave jit out."
                 )
 
         self.host(compare, (), ())
@@ -197,3 +198,9 @@ class Effects(list[Effect]):
         """Around operators that draw random numbers by a seed."""
         counts = [private.unwrapped(x) for x in getattr(seed, "numbers", ()) if isinstance(x, torch.Tensor)][:1]
         return self.stream(lambda *xs: seeded(seed.of(int(xs[0])) if isinstance(seed, Later) else seed), counts)
+
+
+def _without_end(told: Told) -> Told:
+    """The numbers without the zeros that all end with, which stand for dims that there are not."""
+    most = max(i for each in told for i, number in enumerate((1, *each)) if number)
+    return [each[:most] for each in told]

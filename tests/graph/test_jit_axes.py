@@ -258,7 +258,7 @@ def test_sizes_that_change_are_refused_on_every_rank() -> None:
             state = step.init({"w": torch.ones(2)})
             for rows in (2 + rank, 2 + rank, 4, 4):  # uneven as in the first run, then even
                 state, _ = fast(state, torch.ones(rows, 2))
-            with pytest.raises(ValueError, match="pieces of other sizes"):
+            with pytest.raises(ValueError, match=r"pieces of other .* got \[\(2, 4, 2\), \(2, 5, 2\)\], expected"):
                 fast(state, torch.ones(4 + rank, 2))
             before = torch.random.get_rng_state()
             torch.rand(())
