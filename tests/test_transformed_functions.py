@@ -261,3 +261,11 @@ def test_it_is_refused(name: str, transform: str, tmp_path: Path) -> None:
             each[transform](fn, x)
     assert not [*tmp_path.iterdir()]
     fn(x)  # and by itself it runs
+
+
+@pytest.mark.parametrize("name", sorted(name for name, (_, x) in RIGHT.items() if x is RATE))
+def test_a_number_made_inside_of_a_transform_is_a_constant(name: str) -> None:
+    """torch wraps it all the same."""
+    fn, own = RIGHT[name]
+    got = torch.func.grad(lambda t: t * fn(torch.tensor(float(own), dtype=F64)))(torch.ones((), dtype=F64))
+    assert_trees_close(got, torch.as_tensor(fn(own)), rtol=1e-12)

@@ -183,7 +183,7 @@ class _Muon(Rated):
     def _group(self, params: Sharded, grads: Sharded, old: MuonState, key: Key, passes: bool = False) -> Steps[Sharded]:
         """Updates one group, over an exchange in and one out; or returns updates, where others come behind it."""
         assert isinstance(old.momentum, Sharded)
-        now, (decay,) = known(rate(self.lr, old.count.value)), numbers_in(self.weight_decay)
+        now, (decay,) = known(rate(self.lr, old.count.value), self.lr), numbers_in(self.weight_decay)
         coming, device = self._start(params, grads, old.momentum, key), grads.device
         del grads  # or those of every group that waits would be kept
         (leaves,) = yield coming

@@ -65,9 +65,15 @@ def at(number: Number | Schedule, count: int) -> Number:
     return rate(number, count - 1) if callable(number) else number
 
 
-def known(number: Number) -> float:
-    """A number of an update in place, which none of an optimizer's tensors come to that can be seen."""
+def known(number: Number, held_by: object = None) -> float:
+    """A number of an update in place, which none of an optimizer's tensors come to that can be seen.
+
+    Args:
+        held_by: what it comes from. A tensor that this holds has been seen, and is a constant.
+    """
     if isinstance(number, torch.Tensor):
+        if any(number is x for x in tensors_held(held_by)):
+            return _as_number(number)
         raise TypeError(
             "step: torch.func differentiates through a tensor of the optimizer's schedule that is in a module, a "
             "cache or a context variable, where it cannot be seen. Let the schedule close over the tensor: write "
@@ -207,7 +213,7 @@ class Elementwise(Rated):
         self._need_own(old)
         if self._tensors:
             return self._in_numbers().fused(params, grads, old)
-        now, draw = known(rate(self.lr, old[0].value)), params.draw or Draw(0, 0)
+        now, draw = known(rate(self.lr, old[0].value), self.lr), params.draw or Draw(0, 0)
 
         @functools.cache
         def of_count(count: int) -> tuple[tuple[float, ...], Callable[..., None] | None]:
