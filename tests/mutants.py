@@ -27,6 +27,7 @@ HELD = (f"{FAULTS}::test_a_schedule_that_raises_at_a_later_group", FAULTS)
 PULLBACKS = (f"{FAULTS}::test_a_pullback_that_raises", FAULTS)
 IN_8_BITS = (f"{FAULTS}::test_8_bit_gathers_with_fewer_units_than_last_time", FAULTS)
 ON_GLOO = (f"{EXACT}::test_on_gloo_processes", EXACT)
+HVP = ("tests/test_derivatives.py::test_hvp",)
 OFFLOAD = "tests/transforms/test_offload.py"
 AWAY = (f"{OFFLOAD}::test_the_bits_are_those_of_the_step_without_it",)
 LOADS = ("tests/checkpoint/test_load.py::test_nothing_is_used_before_it_has_arrived",)
@@ -65,7 +66,7 @@ WAITS = [
     Wait("update/update.py", "self._finish()\n                if", "if", tests=(*BESIDE, *AWAY)),
     Wait("update/update.py", "            self._catch_up()\n            with", "            with", tests=BESIDE),
     Wait("engine/use.py", "        wait()\n        cut =", "        cut =", tests=IN_8_BITS),
-    Wait("comm/axis.py", "self.start_gather(full, shard, tag)()", "self.start_gather(full, shard, tag)"),
+    Wait("comm/axis.py", "self.start_gather(full, shard, tag)()", "self.start_gather(full, shard, tag)", tests=HVP),
     Wait("comm/axis.py", "            wait()\n            for group in", "            for group in"),
     Wait("comm/axis.py", "        wait()\n        return out", "        return out", tests=ON_GLOO),
     Wait("stores/memories.py", "(wait(), own)[1]", "own", tests=AWAY),
