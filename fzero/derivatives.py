@@ -13,6 +13,7 @@ from fzero.base.arguments import named, need_str
 from fzero.base.context import during, one_by_one
 from fzero.base.patterns import matches
 from fzero.base.random import seeded
+from fzero.comm.divergence import failing
 from fzero.engine.alike import need_alike, scalars_in
 from fzero.engine.batch import seed_of
 from fzero.engine.carry import Carry, refuse_carry
@@ -42,11 +43,12 @@ class Tape:
         """The outputs, which `backward` and `torch.autograd.grad` go through."""
         need_derivatives("the model of fz.tape")
         _refuse_transforms("the model of fz.tape")
-        traversal, _, _ = traversal_of(self._step, self._state, seed_of(self._state, self._calls, 0))
-        self._calls += 1
-        out = call_function(self._step, self._state, traversal, {**self._leaves, **self._fixed}, inputs)
-        need_alike(self._state.params.axis, scalars_in(out), "the model of fz.tape")
-        return out
+        with failing("a forward of a tape"):
+            traversal, _, _ = traversal_of(self._step, self._state, seed_of(self._state, self._calls, 0))
+            self._calls += 1
+            out = call_function(self._step, self._state, traversal, {**self._leaves, **self._fixed}, inputs)
+            need_alike(self._state.params.axis, scalars_in(out), "the model of fz.tape")
+            return out
 
     def grads(self) -> Sharded:
         """The sum of all backward passes since the last call, for `step.update` or `step.add_grads`."""
@@ -146,7 +148,7 @@ def hvp(step: Spec, state: TrainState, v: object, *inputs: object) -> Sharded:
         out = call_function(step, state, traversal, {**primals, **fixed}, given)
         return scalar_loss(split_result(step, out)[0], "hvp")
 
-    with torch.no_grad():
+    with failing("a product with the Hessian"), torch.no_grad():
         _, pullback, value = torch.func.vjp(torch.func.grad_and_value(loss), primals, has_aux=True)  # type: ignore[misc]
         need_alike(state.params.axis, scalars_in(value), "hvp", "a loss")
         (product,) = pullback(vector.locals(), retain_graph=False, create_graph=False)
@@ -239,7 +241,7 @@ def per_example_grads(step: Spec, state: TrainState, *inputs: object, only: str 
         before = axis.records.setdefault(step.fn, {}).setdefault(key, before)
     mapped = torch.func.vmap(torch.func.grad_and_value(loss), in_dims=(None, *dims), randomness="different")
     own = {i: leaves[i] for i in chosen}
-    with torch.no_grad(), seeded(traversal.next_seed()):
+    with failing("gradients of examples"), torch.no_grad(), seeded(traversal.next_seed()):
         if count:
             grads, losses = mapped(own, *flat)
         else:  # which torch maps nothing over; nor does any rank that has the same examples

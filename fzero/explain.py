@@ -14,6 +14,7 @@ from fzero.base.arguments import need_int, wrong
 from fzero.base.context import during, proves
 from fzero.checkpoint.fill import Everyone
 from fzero.comm.axis import Axis
+from fzero.comm.divergence import failing
 from fzero.engine.batch import Batch, as_grads, grads_of, reduce_whole, scale_of, sum_of
 from fzero.explaining.births import Taint, fault_of, is_plain
 from fzero.explaining.report import BACKWARD, FORWARD, STATE, UPDATE, Explanation, Fault, Overflow
@@ -83,7 +84,7 @@ def explain(
     need_derivatives("fz.explain")
     inputs, cotangent = here((inputs, cotangent))
     state, inputs, cotangent = constants("fz.explain", state=state, inputs=inputs, cotangent=cotangent)
-    with private.of_normal_tensors(), torch.no_grad():
+    with failing("fz.explain"), private.of_normal_tensors(), torch.no_grad():
         return _explained(step, state, inputs, cotangent, rng, dtype)
 
 

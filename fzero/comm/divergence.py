@@ -26,6 +26,8 @@ _watch: contextvars.ContextVar[Watch | None] = variable("watch", None)
 _listeners: contextvars.ContextVar[tuple[Records, ...]] = variable("listeners", ())
 
 _FAILED = "has failed with"
+KEPT = 8  # of what has happened on a rank, the last ones
+_OURS = ("The ranks have diverged", "Ranks wait for one", "Communication failed on rank", "Rank ")
 ADVICE = (
     "Every rank must call the same units of the same components in the same order; look for a branch that depends on "
     "the data or on the rank. A rank that has nothing for a unit (no image in its batch, say) calls it all the same: "
@@ -109,7 +111,25 @@ def need_alike(by_all: Sequence[str], group: backend.Group) -> None:
     """Raises RuntimeError where the ranks of a group say different things, and which."""
     if len(set(by_all)) > 1:
         listing = "; ".join(f"rank {rank}: {text}" for rank, text in zip(backend.members(group), by_all, strict=True))
-        raise RuntimeError(f"The ranks have diverged: {listing}. {ADVICE}")
+        raise RuntimeError(f"The ranks have diverged: {listing}. {_advice(backend.members(group))}")
+
+
+# ---- what happens on one rank alone
+
+
+@contextlib.contextmanager
+def failing(what: str) -> Iterator[None]:
+    """Around what a rank may go on after if it fails there: should ranks diverge, others read it: that may be why."""
+    try:
+        yield
+    except Exception as error:
+        with contextlib.suppress(Exception):  # of an error whose words fail; of a store on a rank that has stopped
+            text = str(error).partition("\n")[0]
+            if not text.startswith(_OURS) and backend.size_of(backend.world()) > 1:  # which all ranks are told
+                known = _happened(rank := backend.global_rank())
+                said = f"{what} failed with {type(error).__name__}: {text[:300]}"
+                backend.store().set(f"fzero/happened/{rank}", json.dumps([*known, said][-KEPT:]))
+        raise
 
 
 def tell_of_refusal(run: str, words: str) -> None:
@@ -124,6 +144,32 @@ def refusal_of(run: str) -> str | None:
         store, key = backend.store(), f"fzero/refused/{run}"
         return store.get(key).decode() if store.check([key]) else None
     return None
+
+
+def _happened(rank: int) -> list[str]:
+    store, key = backend.store(), f"fzero/happened/{rank}"
+    return json.loads(store.get(key)) if store.check([key]) else []
+
+
+def _alone(ranks: Sequence[int]) -> str:
+    """What has happened on some of these ranks and not on others."""
+    try:
+        known = {rank: _happened(rank) for rank in ranks}
+    except RuntimeError:
+        return ""
+    common = set.intersection(*map(set, known.values()))
+    told = [f"on rank {rank} {what}" for rank, own in known.items() for what in own if what not in common]
+    return f"What has happened on some ranks alone: {'; '.join(told)}. " if told else ""
+
+
+def _advice(ranks: Sequence[int]) -> str:
+    told = _alone(ranks)
+    if not told:
+        return ADVICE
+    return (
+        f"{told}That may be why: a rank that goes on after an error has not sent what others wait for, and a unit that "
+        f"sends messages sends them anew where it begins again. Let all ranks end, or go on, together. {ADVICE}"
+    )
 
 
 class PeerStopped(RuntimeError):
@@ -162,7 +208,7 @@ class Watch:
                 missing = [rank for rank, key in zip(members, keys, strict=True) if not store.check([key])]
                 raise RuntimeError(
                     f"Rank {me} waited {looked - started:.0f} seconds, the timeout of its process group, in {words} "
-                    f"for ranks {missing}, which did not come. {ADVICE}"
+                    f"for ranks {missing}, which did not come. {_advice(members)}"
                 )
         if count > 2:  # whoever is here has read what was said two rounds ago
             store.delete_key(self._key(name, count - 2, me))
@@ -201,7 +247,7 @@ class Watch:
         if any(end.startswith(_FAILED) for end in gone.values()):
             raise PeerStopped(f"Ranks wait for one that has failed, whose own error says more: {said}.")
         error = PeerStopped if gone else RuntimeError
-        raise error(f"The ranks have diverged and wait for one another: {said}. {ADVICE}")
+        raise error(f"The ranks have diverged and wait for one another: {said}. {_advice([*waits])}")
 
     def _waits(self, store: backend.Store) -> dict[int, tuple[str, int, list[int], str]]:
         """Rank -> where it is: the group, its count of collectives (negative: it has gone), its ranks, the words."""
@@ -230,8 +276,9 @@ def explained(call: Callable[P, T], words: Callable[[], str], group: backend.Gro
                 raise  # of this rank; the others are not to blame
             raise RuntimeError(
                 f"Communication failed on rank {backend.global_rank()}, in {words()}: another rank has stopped, or "
-                f"has called other units than this one. {_failed_elsewhere(words(), group)}{ADVICE} "
-                f"Run the step inside fz.testing.checked_collectives() to see at once what every rank called. ({error})"
+                f"has called other units than this one. {_failed_elsewhere(words(), group)}"
+                f"{_alone(backend.members(group))}{ADVICE} Run the step inside "
+                f"fz.testing.checked_collectives() to see at once what every rank called. ({error})"
             ) from error
 
     return explaining

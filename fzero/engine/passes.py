@@ -12,6 +12,7 @@ import torch
 from fzero.base import private, pytree
 from fzero.base.ambient import without_fast_attention
 from fzero.base.follow import is_transformed
+from fzero.comm.divergence import failing
 from fzero.engine.alike import need_alike, scalars_in
 from fzero.engine.batch import Sums, as_grads, by_input, grads_of, mean_grads, reduce_whole, scale_of, seed_of, sum_of
 from fzero.engine.function import call_function, traversal_of
@@ -43,7 +44,7 @@ def evaluated(
         own = functools.partial(evaluated, dataclasses.replace(step, graphs=None), state, inputs, seed, mask)
         return step.graphs.forward(step, state, inputs, own, seed=seed, mask=mask)
     grads = contextlib.nullcontext() if follows else torch.no_grad()
-    with private.outside_inference(), without_fast_attention(), grads:
+    with failing("a forward"), private.outside_inference(), without_fast_attention(), grads:
         traversal, primals, fixed = traversal_of(step, state, seed, derived=follows, mask=mask)
         traversal.guards = follows and traversal.mask.partial
         call = functools.partial(call_function, step, state, traversal, {**primals, **fixed}, inputs)

@@ -21,6 +21,7 @@ from fzero.base.follow import is_transformed
 from fzero.base.hooks import registered, without_compiled_autograd
 from fzero.base.node import edges_to, gradients
 from fzero.comm.axis import Axis
+from fzero.comm.divergence import failing
 from fzero.engine.delivery import Delivery
 from fzero.engine.function import call_function, traversal_of
 from fzero.engine.halves import Grad, Later, apart_from, pull_first
@@ -115,16 +116,17 @@ class Run(Outcome):
             ends[:] = [Ends(real, wanted, primals, traversal.begins or {})]
             return real, carried
 
-        if self.outer:
-            with refusals.of_hooks_around():
-                run: Any = torch.func.vjp(function, primals, differentiated, has_aux=True)
-            real, self._pull, others = run
-        else:
-            with torch.enable_grad(), private.outside_inference():
-                own = {key: x.detach().requires_grad_() for key, x in primals.items()}
-                found: Any = function(own, [x.detach().requires_grad_() for x in differentiated])
-            real, others = pytree.map(torch.Tensor.detach, found)
-            self._pull = functools.partial(_pulled_plainly, traversal, ends[0])
+        with failing("a forward"):
+            if self.outer:
+                with refusals.of_hooks_around():
+                    run: Any = torch.func.vjp(function, primals, differentiated, has_aux=True)
+                real, self._pull, others = run
+            else:
+                with torch.enable_grad(), private.outside_inference():
+                    own = {key: x.detach().requires_grad_() for key, x in primals.items()}
+                    found: Any = function(own, [x.detach().requires_grad_() for x in differentiated])
+                real, others = pytree.map(torch.Tensor.detach, found)
+                self._pull = functools.partial(_pulled_plainly, traversal, ends[0])
         self._ends: Ends | None = ends[0]
         self._note(returned[0], real, others)
         self._guarded = guarded(pytree.tensors_in(*flat, *real))
@@ -179,10 +181,11 @@ class Run(Outcome):
             return found, self._placed(wanted)
 
     def _begun(self, cotangent: object) -> list[torch.Tensor]:
-        self.need_graph()
-        need_unwritten(self._guarded)
-        self._rest = None
-        return self.scaled(cotangent)
+        with failing("a pullback"):
+            self.need_graph()
+            need_unwritten(self._guarded)
+            self._rest = None
+            return self.scaled(cotangent)
 
     def _delivery(
         self,
@@ -210,7 +213,7 @@ class Run(Outcome):
         writes = contextlib.nullcontext() if self._overwrites else unwritten(self.state, "A backward")
         traversal.delivery = delivery
         try:
-            with writes, mode, traversal.schedule.pullback(before):
+            with failing("a pullback"), writes, mode, traversal.schedule.pullback(before):
                 yield
         except BaseException:
             private.forget_failed_backward()

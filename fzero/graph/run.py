@@ -13,6 +13,7 @@ import torch
 
 from fzero.base import private, pytree
 from fzero.base.random import Seeds, seeded
+from fzero.comm.divergence import failing
 from fzero.engine.function import traversal_of
 from fzero.engine.outcome import Outcome, is_transformed
 from fzero.engine.run import Run, guarded
@@ -215,5 +216,5 @@ def _forward(
     seeds = Seeds(*seed)
     calls = Calls(traversal, program.keys, [seeds.next() for _ in range(program.seeds)])
     drawing = seeded(calls.seeds[0] if program.traced.draws[0] else None)
-    with torch.no_grad(), traversal.schedule.forward(), drawing:
+    with failing("a forward"), torch.no_grad(), traversal.schedule.forward(), drawing:
         return calls, program.forward([*given], calls)

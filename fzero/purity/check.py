@@ -12,6 +12,7 @@ import torch
 from fzero.base import pytree
 from fzero.base.context import during, variable
 from fzero.base.places import definition_of
+from fzero.comm.divergence import failing
 from fzero.purity.trial import Trial
 from fzero.table.spec import need_step
 
@@ -84,7 +85,7 @@ def check_pure(step: Any, state: Any, *inputs: object) -> Report:
         return pytree.flatten(step.vjp(state, *inputs)[::2])[0]  # outputs and aux
 
     given = [x for x in pytree.flatten(inputs)[0] if isinstance(x, torch.Tensor)]
-    with during(proofs, found), strict():
+    with failing("check_pure"), during(proofs, found), strict():
         defined = definition_of(step.fn)
         trial = Trial("step: the function", lambda _: forward(), given, unit=False, defined=defined)
         trial.compared(forward)
