@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 T = TypeVar("T")
-OURS = set[contextvars.ContextVar[Any]]()  # this library's
+OURS = set[object]()  # this library's
 
 
 def variable(name: str, default: T) -> contextvars.ContextVar[T]:

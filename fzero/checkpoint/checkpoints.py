@@ -9,6 +9,7 @@ import os
 import re
 import time
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 from fzero.base.arguments import need_int
@@ -23,7 +24,7 @@ from fzero.comm.axis import Axis
 from fzero.state.train_state import TrainState
 from fzero.table.spec import Spec, need_step
 
-_GLANCES = 4  # at a newest subfolder that is empty
+_GLANCES = 4  # at subfolders of which the newest is empty, or none is a save that has ended
 _NAME = re.compile(r"(\d{6,})-update-\d+")
 
 
@@ -173,15 +174,19 @@ class Checkpoints:
             self._need_folder()
             names = self._look(_GLANCES) if Everyone(axis).leads else {}
             self._known = {*names}
-            ended = {name: (NAME in own or LOCK not in own) if own else None for name, own in names.items()}
+            ended = {name: _has_ended(own) if own else None for name, own in names.items()}
             return json.dumps(ended)
 
         return json.loads(Everyone(axis).exchange(agreed(axis, look), "restore")[0])
 
     def _look(self, glances: int) -> dict[str, list[str]]:
-        """What lies in each subfolder, newest first, which may be empty for a moment, as a save begins or ends."""
+        """What lies in each subfolder, newest first, which may be empty for a moment, as a save begins or ends.
+
+        Nor may one have ended yet, and the one before it be gone when one looks there.
+        """
         names = {name: self._there.child(name).names() for name in self._names()}
-        if glances > 1 and names and not next(iter(names.values())):
+        every = [*names.values()]
+        if glances > 1 and every and not (every[0] and any(map(_has_ended, every))):
             time.sleep(0.05)
             return self._look(glances - 1)
         return names
@@ -215,3 +220,8 @@ class Checkpoints:
                 with contextlib.suppress(BlockingIOError), self._there.child(name).only_writer(""):
                     self._there.discard(name)  # nobody saves there any more
         self._there.tidy()
+
+
+def _has_ended(own: Sequence[str]) -> bool:
+    """Tells by what lies in a subfolder whether a save has ended there."""
+    return NAME in own or (bool(own) and LOCK not in own)

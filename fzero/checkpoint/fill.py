@@ -246,14 +246,18 @@ F = TypeVar("F", bound=Files)
 
 
 def loaded(
-    step: Spec, asked: Callable[[], Wanted], opened: Callable[[Wanted, Axis], F], goes_on: bool, level: int = 3
+    step: Spec,
+    asked: Callable[[], Wanted],
+    opened: Callable[[Wanted, Axis], F],
+    params_only: Callable[[], bool],
+    level: int = 3,
 ) -> tuple[TrainState, F]:
     """A state of files, and these, which are closed; all ranks call it.
 
     Args:
         asked: what is wanted; refuses what is wrong with it.
         opened: the files, which it closes where it fails.
-        goes_on: whether all but the params goes on, too.
+        params_only: whether all but the params begins; looked at once `asked` has refused what is wrong.
         level: of warnings.
     """
     wanted = agreed(step.axis(), asked)
@@ -267,7 +271,7 @@ def loaded(
             axis.check_same(f"{own.said}\nseed {seed}", own.what, advice)
             agreed(axis, lambda: own.need_ties(wanted.pattern, axis))
             choice = agreed(axis, lambda: choose(wanted, own.leaves, own.structure, step, axis))
-            count = agreed(axis, lambda: own.count(choice.with_moments) if goes_on else None)
+            count = agreed(axis, lambda: None if params_only() else own.count(choice.with_moments))
             state = _filled(own, choice, wanted, step, axis, seed, count)
             agreed(axis, lambda: own.check(everyone.number, everyone.count))
         finally:

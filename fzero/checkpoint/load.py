@@ -80,7 +80,7 @@ def load_both(asked: Callable[[], Wanted], step: Spec, params_only: bool) -> tup
         need_bool(params_only, "fz.load", "params_only")
         return asked()
 
-    state, files = loaded(step, check, lambda wanted, _: Checkpoint(wanted.place), not params_only, 4)
+    state, files = loaded(step, check, lambda wanted, _: Checkpoint(wanted.place), lambda: params_only, 4)
     return state, files.manifest.extra
 
 

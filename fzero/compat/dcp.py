@@ -142,7 +142,7 @@ def load_dcp(
         need_str(optim, who, "optim", "a prefix of names", or_none=True)
         return Wanted(who, folder_of(path, "compat.load_dcp"), like, pattern, lossy, lenient, seed)
 
-    return loaded(step, asked, lambda wanted, _: _Reading(wanted.place, model, optim, like), optim is not None)[0]
+    return loaded(step, asked, lambda wanted, _: _Reading(wanted.place, model, optim, like), lambda: optim is None)[0]
 
 
 class _Reading(Others[str]):

@@ -100,7 +100,7 @@ def load_safetensors(
         place = first + (f" and {len(rest)} more" if rest else "")
         return Wanted(who, place, like, pattern, lossy, lenient, seed)
 
-    return loaded(step, asked, lambda wanted, axis: _Files(wanted.place, paths(), like, names, axis), False)[0]
+    return loaded(step, asked, lambda wanted, axis: _Files(wanted.place, paths(), like, names, axis), lambda: True)[0]
 
 
 class _Files(Others[Entry]):

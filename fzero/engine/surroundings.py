@@ -20,7 +20,7 @@ class Surroundings:
 
     def __init__(self) -> None:
         context = contextvars.copy_context()
-        others = set(context) - OURS
+        others = set(context).difference(OURS)
         self._variables = [(variable, context[variable]) for variable in others] if others else ()
         self._modes = own_modes() if function_modes_on() else []
 

@@ -62,10 +62,10 @@ def traced(fn: Callable[..., object], given: Sequence[torch.Tensor], decompositi
 _BY_SIZE = [getattr(torch.ops.aten, f"{name}_loss_backward").default for name in ("mse", "huber", "smooth_l1")]
 
 
-def _of_any_size(known: Callable[..., Any] | None) -> Callable[..., Any]:
+def _of_any_size(known: Callable[..., object] | None) -> Callable[..., object]:
     """The derivative of a loss, which is empty if a microbatch has no examples."""
 
-    def own(cotangent: torch.Tensor, x: torch.Tensor, *args: Any) -> Any:
+    def own(cotangent: torch.Tensor, x: torch.Tensor, *args: object) -> object:
         if not x.numel():
             return torch.zeros_like(x)
         return known(cotangent, x, *args) if known else NotImplemented

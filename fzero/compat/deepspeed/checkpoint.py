@@ -84,7 +84,7 @@ def load_deepspeed(
         need_bool(optim, _WHO, "optim")
         return Wanted(_WHO, folder_of(path, "compat.load_deepspeed"), like, pattern, lossy, lenient, seed)
 
-    return loaded(step, asked, lambda wanted, _: _Reading(wanted.place, tag, like, names), optim)[0]
+    return loaded(step, asked, lambda wanted, _: _Reading(wanted.place, tag, like, names), lambda: not optim)[0]
 
 
 def _tagged(folder: str, tag: str | None) -> str:
