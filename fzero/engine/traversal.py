@@ -36,7 +36,7 @@ current: contextvars.ContextVar[Traversal | None] = variable("traversal", None)
 # where no run is current, in a unit, whose leaves are full tensors there: the run, and id of a leaf -> its index
 known: contextvars.ContextVar[tuple[Traversal, Mapping[int, int]] | None] = variable("known_leaves", None)
 T = TypeVar("T")
-_SMALL = 1 << 18  # elements of groups that share a node: their cotangents wait for each other
+_SMALL = 1 << 13  # elements of groups that share a node: their cotangents wait for each other, which no plan counts
 Present = Mapping["tuple[Traversal, int]", torch.Tensor]  # by run and index
 # the leaves that the unit that is running has; None outside of units
 here: contextvars.ContextVar[Present | None] = variable("here", None)
