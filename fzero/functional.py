@@ -11,7 +11,7 @@ import threading
 import types
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, Self, overload
 
 import torch
 from torch import nn
@@ -353,24 +353,27 @@ class _Copy:
     def _node(
         self, unit: _Unit, leaves: Params, args: tuple[object, ...], kwargs: Params, seed: int | None = None
     ) -> object:
-        call = _Call(self, unit, unit.call)
+        call = _Call(unit.call, self, unit)
         # in a compiled step; in a first call, which a mode looks at, what runs in any other
-        fast = _Call(self, unit, unit.fast) if self.untouched.proven and unit.fast is not unit.call else call
+        fast = _Call(unit.fast, self, unit) if self.untouched.proven and unit.fast is not unit.call else call
         return call_carrying(unit.carried, call, (leaves, args, kwargs), seed, fast, call.around)
 
 
-class _Call:
+class _Call(functools.partial[object]):
     """The call of a unit that is a module: it may run again where no apply runs, and finds what that one had."""
 
-    def __init__(self, own: _Copy, unit: _Unit, call: Function) -> None:
-        self._own, self._unit, self._call, self.module = own, unit, call, unit.module
+    def __init__(self, call: Function, own: _Copy, unit: _Unit) -> None:
+        self._own, self._unit, self.module = own, unit, unit.module
         self._outside, self._units = _outside.get(), _units.get()
+
+    def __new__(cls, call: Function, *_: object) -> Self:
+        return super().__new__(cls, call)
 
     def __call__(self, leaves: Params, args: tuple[object, ...], kwargs: Params) -> object:
         if self._own.untouched.depth:
-            return self._call(leaves, args, kwargs)
+            return super().__call__(leaves, args, kwargs)
         with self._others(leaves):
-            return self._call(leaves, args, kwargs)
+            return super().__call__(leaves, args, kwargs)
 
     @contextlib.contextmanager
     def _others(self, leaves: Params) -> Iterator[None]:
