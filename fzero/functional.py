@@ -39,11 +39,12 @@ from fzero.table.module_params import ModuleParams, refuse_lost
 from fzero.table.rows import Row
 
 Params = Mapping[str, Any]
+_Names = Mapping[int, Sequence[str]]  # of a unit's leaves, by their indices, as the modules around that unit read them
 COPIES = 4  # of a module on a thread, converted for plans of `fz.shard_tensor`
 # module path -> {name below that module: leaf}, for the apply that is running
 _units: contextvars.ContextVar[Mapping[str, Mapping[str, object]] | None] = variable("module_units", None)
-# (index of a unit's leaf -> the names that the modules around that unit read it by, name -> leaf); as above
-_outside: contextvars.ContextVar[tuple[Mapping[int, Sequence[str]], Params]] = variable("module_leaves", ({}, {}))
+# those names, and name -> leaf, for the same
+_outside: contextvars.ContextVar[tuple[_Names, Params]] = variable("module_leaves", ({}, {}))
 
 
 @overload
@@ -126,15 +127,12 @@ def functional(module: nn.Module, buffers: bool = False, sync_batch_norm: bool =
 
 
 class _Structure(NamedTuple):
-    """What apply finds out about its params once: their modules that are units, their leaves of the step, cut ones.
-
-    And the names of each unit's leaves, by their indices.
-    """
+    """What apply finds out about its params once: their modules that are units, their leaves of the step, cut ones."""
 
     units: dict[str, dict[str, str]]
     origins: dict[str, Row | None]
     cut: tuple[CutLeaf, ...]
-    handles: dict[int, list[str]]
+    names: _Names
 
 
 class Apply:
@@ -201,7 +199,7 @@ class Apply:
                 if leaf in handles:
                     by_index.setdefault(handles[leaf], []).append(name)
             structure = self._structures[key] = _Structure(paths, origins, cut, by_index)
-        paths, origins, cut, handles = structure
+        paths, origins, cut, names = structure
         if layout is not None and layout.tensor[1] > 1:
             need_slices(params, origins, self._pristine)
             watched.note_leaves(numbers)
@@ -214,25 +212,17 @@ class Apply:
         units = {path: {below: params[leaf] for below, leaf in unit.items()} for path, unit in paths.items()}
         with own.untouched.around_call(params), during(_units, units):
             with own.carrying(buffers) as new:
-                out = self._run(own, units, handles, params, args, kwargs)
+                out = self._run(own, units, names, params, args, kwargs)
         return (out, new) if self._carries and not self._evaluates else out
 
-    def _run(
-        self,
-        own: _Copy,
-        units: Mapping[str, Params],
-        handles: Mapping[int, Sequence[str]],
-        params: Params,
-        args: tuple[object, ...],
-        kwargs: Params,
-    ) -> object:
+    def _run(self, own: _Copy, units: Mapping[str, Params], names: _Names, params: Params, *given: Any) -> object:
         if ROOT in units:  # the whole module is one unit
-            root, given = own.root, (units[ROOT], args, kwargs)
-            fast, around = root.fast if own.untouched.proven else root.call, root.places.installed
-            return own.whole(call_carrying(root.carried, root.call, given, None, fast, around))
+            root, given = own.root, (units[ROOT], *given)
+            fast = lambda: root.fast if own.untouched.proven else root.call
+            return own.whole(call_carrying(root.carried, root.call, given, None, fast, root.places.installed))
         outside = {name: params[leaf] for name, leaf in self._aliases.items()}
-        with during(_outside, (handles, outside)), during(reading, full):
-            return own.whole(own.call(outside, args, kwargs))
+        with during(_outside, (names, outside)), during(reading, full):
+            return own.whole(own.call(outside, *given))
 
     def _copy(self, cuts: Cuts | None) -> _Copy:
         """This thread's copy of the module, or that of a trial on it, converted for what is cut."""
@@ -355,19 +345,23 @@ class _Copy:
     ) -> object:
         call = _Call(unit.call, self, unit)
         # in a compiled step; in a first call, which a mode looks at, what runs in any other
-        fast = _Call(unit.fast, self, unit) if self.untouched.proven and unit.fast is not unit.call else call
+        fast = lambda: _Call(unit.fast, self, unit) if self.untouched.proven else call
         return call_carrying(unit.carried, call, (leaves, args, kwargs), seed, fast, call.around)
 
 
 class _Call(functools.partial[object]):
     """The call of a unit that is a module: it may run again where no apply runs, and finds what that one had."""
 
-    def __init__(self, call: Function, own: _Copy, unit: _Unit) -> None:
-        self._own, self._unit, self.module = own, unit, unit.module
-        self._outside, self._units = _outside.get(), _units.get()
+    _own: _Copy
+    _unit: _Unit
+    _around: tuple[tuple[_Names, Params], Mapping[str, Params] | None]
+    module: nn.Module
 
-    def __new__(cls, call: Function, *_: object) -> Self:
-        return super().__new__(cls, call)
+    def __new__(cls, call: Function, own: _Copy, unit: _Unit) -> Self:
+        self = super().__new__(cls, call)
+        self._own, self._unit, self.module = own, unit, unit.module
+        self._around = _outside.get(), _units.get()
+        return self
 
     def __call__(self, leaves: Params, args: tuple[object, ...], kwargs: Params) -> object:
         if self._own.untouched.depth:
@@ -378,11 +372,11 @@ class _Call(functools.partial[object]):
     @contextlib.contextmanager
     def _others(self, leaves: Params) -> Iterator[None]:
         """Installs what an apply does where none runs: leaves by their names outside that the call reads, units."""
-        (names, values), prefix = self._outside, self._unit.prefix
+        ((names, values), units), prefix = self._around, self._unit.prefix
         every = [name for _, index in here.get() or () for name in names.get(index, ())]
         known = {x: values[x] for x in every if not (x.startswith(prefix) and x.removeprefix(prefix) in leaves)}
         installed = self._own.root.places.installed(known) if known else contextlib.nullcontext()
-        with installed, during(reading, full), during(_units, self._units):
+        with installed, during(reading, full), during(_units, units):
             yield
 
     @contextlib.contextmanager
