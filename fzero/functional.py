@@ -10,9 +10,8 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
-from typing import Any, Literal, NamedTuple, overload
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Self, overload
 
 import torch
 from torch import nn
@@ -40,11 +39,12 @@ from fzero.table.module_params import ModuleParams, refuse_lost
 from fzero.table.rows import Row
 
 Params = Mapping[str, Any]
+_Names = Mapping[int, Sequence[str]]  # of a unit's leaves, by their indices, as the modules around that unit read them
 COPIES = 4  # of a module on a thread, converted for plans of `fz.shard_tensor`
 # module path -> {name below that module: leaf}, for the apply that is running
 _units: contextvars.ContextVar[Mapping[str, Mapping[str, object]] | None] = variable("module_units", None)
-# index of a unit's leaf -> {name: leaf}, as the modules around that unit read it; for the apply that is running
-_outside: contextvars.ContextVar[Mapping[int, Mapping[str, object]]] = variable("module_leaves", {})
+# those names, and name -> leaf, for the same
+_outside: contextvars.ContextVar[tuple[_Names, Params]] = variable("module_leaves", ({}, {}))
 
 
 @overload
@@ -132,6 +132,7 @@ class _Structure(NamedTuple):
     units: dict[str, dict[str, str]]
     origins: dict[str, Row | None]
     cut: tuple[CutLeaf, ...]
+    names: _Names
 
 
 class Apply:
@@ -190,11 +191,15 @@ class Apply:
         if structure is None:
             rows, named = layout.rows if layout else (), list(zip(params, numbers, strict=True))
             origins = {name: rows[abs(number) - 1] if number else None for name, number in named}
-            handles = {name for name, number in named if number < 0}
-            paths = module_units(origins, handles, self._aliases, self._pristine)
+            handles = {name: -1 - number for name, number in named if number < 0}
+            paths = module_units(origins, set(handles), self._aliases, self._pristine)
             cut = cut_leaves(origins, self._aliases, self._pristine) if layout and layout.tensor[1] > 1 else ()
-            structure = self._structures[key] = _Structure(paths, origins, cut)
-        paths, origins, cut = structure
+            by_index: dict[int, list[str]] = {}
+            for name, leaf in self._aliases.items():
+                if leaf in handles:
+                    by_index.setdefault(handles[leaf], []).append(name)
+            structure = self._structures[key] = _Structure(paths, origins, cut, by_index)
+        paths, origins, cut, names = structure
         if layout is not None and layout.tensor[1] > 1:
             need_slices(params, origins, self._pristine)
             watched.note_leaves(numbers)
@@ -207,23 +212,17 @@ class Apply:
         units = {path: {below: params[leaf] for below, leaf in unit.items()} for path, unit in paths.items()}
         with own.untouched.around_call(params), during(_units, units):
             with own.carrying(buffers) as new:
-                out = self._run(own, units, params, args, kwargs)
+                out = self._run(own, units, names, params, args, kwargs)
         return (out, new) if self._carries and not self._evaluates else out
 
-    def _run(
-        self, own: _Copy, units: Mapping[str, Params], params: Params, args: tuple[object, ...], kwargs: Params
-    ) -> object:
+    def _run(self, own: _Copy, units: Mapping[str, Params], names: _Names, params: Params, *given: Any) -> object:
         if ROOT in units:  # the whole module is one unit
-            root, given = own.root, (units[ROOT], args, kwargs)
-            fast, around = root.fast if own.untouched.proven else root.call, root.places.installed
-            return own.whole(call_carrying(root.carried, root.call, given, None, fast, around))
+            root, given = own.root, (units[ROOT], *given)
+            fast = lambda: root.fast if own.untouched.proven else root.call
+            return own.whole(call_carrying(root.carried, root.call, given, None, fast, root.places.installed))
         outside = {name: params[leaf] for name, leaf in self._aliases.items()}
-        by_index: dict[int, dict[str, object]] = {}
-        for name, leaf in outside.items():
-            if isinstance(leaf, Handle):
-                by_index.setdefault(leaf.index, {})[name] = leaf
-        with during(_outside, by_index), during(reading, full):
-            return own.whole(own.call(outside, args, kwargs))
+        with during(_outside, (names, outside)), during(reading, full):
+            return own.whole(own.call(outside, *given))
 
     def _copy(self, cuts: Cuts | None) -> _Copy:
         """This thread's copy of the module, or that of a trial on it, converted for what is cut."""
@@ -344,38 +343,47 @@ class _Copy:
     def _node(
         self, unit: _Unit, leaves: Params, args: tuple[object, ...], kwargs: Params, seed: int | None = None
     ) -> object:
-        others = functools.partial(self._others, unit, leaves, _outside.get(), _units.get())
-
-        def run(call: Function, *given: object) -> object:
-            if self.untouched.depth:
-                return call(*given)
-            with others():
-                return call(*given)
-
-        around = functools.partial(_around, others, unit)
-        own_call = functools.partial(run, unit.call)
+        call = _Call(unit.call, self, unit)
         # in a compiled step; in a first call, which a mode looks at, what runs in any other
-        own_fast = functools.partial(run, unit.fast) if self.untouched.proven else own_call
-        own_call.module = unit.module  # type: ignore[attr-defined]
-        return call_carrying(unit.carried, own_call, (leaves, args, kwargs), seed, own_fast, around)
+        fast = lambda: _Call(unit.fast, self, unit) if self.untouched.proven else call
+        return call_carrying(unit.carried, call, (leaves, args, kwargs), seed, fast, call.around)
+
+
+class _Call(functools.partial[object]):
+    """The call of a unit that is a module: it may run again where no apply runs, and finds what that one had."""
+
+    _own: _Copy
+    _unit: _Unit
+    _around: tuple[tuple[_Names, Params], Mapping[str, Params] | None]
+    module: nn.Module
+
+    def __new__(cls, call: Function, own: _Copy, unit: _Unit) -> Self:
+        self = super().__new__(cls, call)
+        self._own, self._unit, self.module = own, unit, unit.module
+        self._around = _outside.get(), _units.get()
+        return self
+
+    def __call__(self, leaves: Params, args: tuple[object, ...], kwargs: Params) -> object:
+        if self._own.untouched.depth:
+            return super().__call__(leaves, args, kwargs)
+        with self._others(leaves):
+            return super().__call__(leaves, args, kwargs)
 
     @contextlib.contextmanager
-    def _others(
-        self, unit: _Unit, leaves: Params, outside: Mapping[int, Params], units: Mapping[str, Params] | None
-    ) -> Iterator[None]:
+    def _others(self, leaves: Params) -> Iterator[None]:
         """Installs what an apply does where none runs: leaves by their names outside that the call reads, units."""
-        every = [pair for _, index in here.get() or () for pair in outside.get(index, {}).items()]
-        own = len(unit.prefix)
-        known = {x: y for x, y in every if not (x.startswith(unit.prefix) and x[own:] in leaves)}
-        installed = self.root.places.installed(known) if known else contextlib.nullcontext()
+        ((names, values), units), prefix = self._around, self._unit.prefix
+        every = [name for _, index in here.get() or () for name in names.get(index, ())]
+        known = {x: values[x] for x in every if not (x.startswith(prefix) and x.removeprefix(prefix) in leaves)}
+        installed = self._own.root.places.installed(known) if known else contextlib.nullcontext()
         with installed, during(reading, full), during(_units, units):
             yield
 
-
-@contextlib.contextmanager
-def _around(others: Callable[[], AbstractContextManager[None]], unit: _Unit, leaves: Params) -> Iterator[None]:
-    with others(), unit.places.installed(leaves):
-        yield
+    @contextlib.contextmanager
+    def around(self, leaves: Params) -> Iterator[None]:
+        """Around a pullback that may run parts of it again."""
+        with self._others(leaves), self._unit.places.installed(leaves):
+            yield
 
 
 def _as_one(call: Function) -> Function:

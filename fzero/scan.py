@@ -12,6 +12,7 @@ import torch
 from torch.utils import _pytree as torch_pytree
 
 from fzero.base import private, pytree
+from fzero.base.ambient import Ambient
 from fzero.base.arguments import named, need_int, wrong
 from fzero.base.context import during, jitting
 from fzero.base.follow import follows, is_transformed
@@ -140,7 +141,7 @@ def _part(run: Run, step: Step, state: TrainState, batches: Sequence[Batch]) -> 
         specs[:] = *own, *others
         return (*out, *found)
 
-    op = Op(fn, None, state.params.device.type)
+    op = Op(fn, None, Ambient(state.params.device.type))
     op.name, op.plain = "fz.scan", False  # steps take what plain autograd differentiates for constants
     out = apply(op, active(given), *given)
     end = specs[0].num_leaves

@@ -1,4 +1,4 @@
-"""Settings of torch that a second run of an operator finds as the first did, and attention that has one value."""
+"""What a second run of an operator finds around it as the first did, and attention that has one value."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
+
+from fzero.base.context import averaged, during
 
 _C = torch._C
 
@@ -43,6 +45,34 @@ class functions_seen(_Setting):
     now = staticmethod(_C._get_torch_function_state)  # type: ignore[attr-defined]
     take = staticmethod(_C._set_torch_function_state)  # type: ignore[attr-defined]
     nowhere = staticmethod(_C.DisableTorchFunction)  # type: ignore[attr-defined]
+
+
+class Ambient:
+    """What decides what a function computes besides its arguments, as it was when this was made.
+
+    Autocast, the default dtype, which other threads may set meanwhile, the axes that are averaged over, and whether
+    functions are seen: a node is applied unseen by the classes of its operands, and what it runs is not.
+    """
+
+    def __init__(self, device: str) -> None:
+        self.device, self.averaged = device, averaged.get()
+        self.autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        self.default_dtype, self.functions = torch.get_default_dtype(), functions_seen.now()
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Inside, all is as it was."""
+        enabled, dtype = self.autocast
+        casts = contextlib.nullcontext()
+        if enabled or torch.is_autocast_enabled(self.device):
+            casts = torch.autocast(self.device, dtype=dtype, enabled=enabled, cache_enabled=False)
+        with (
+            functions_seen(self.functions),
+            default_dtype(self.default_dtype),
+            during(averaged, self.averaged),
+            casts,
+        ):
+            yield
 
 
 _attention = threading.Lock()

@@ -8,7 +8,6 @@ are `Node.apply(Op(transformed function))`: any order and nesting of derivatives
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import itertools
 import weakref
@@ -18,8 +17,8 @@ from typing import Any
 import torch
 
 from fzero.base import private, refusals, texts
-from fzero.base.ambient import default_dtype, functions_seen
-from fzero.base.context import averaged, during, variable
+from fzero.base.ambient import Ambient, functions_seen
+from fzero.base.context import variable
 from fzero.base.pytree import is_real
 from fzero.base.random import seeded
 from fzero.base.thread_state import FORWARD_ENABLED, RUN_BACKWARD, SET_FORWARD_ENABLED, SET_GRAD_ENABLED
@@ -39,10 +38,10 @@ def final() -> bool:
 
 
 class Op:
-    """`fn(*tensors) -> tuple of tensors`, with the surroundings it was called in.
+    """`fn(*tensors) -> tuple of tensors`, with what it was called in.
 
-    The surroundings (seed, autocast, the axes that are averaged over) are taken when the op is made, not when it runs:
-    under vmap another op runs than the one that was called, and a recomputation must see what the first run saw.
+    That is taken when the op is made, not when it runs: under vmap another op runs than the one that was called, and a
+    recomputation must see what the first run saw.
     """
 
     name = "a unit"
@@ -54,33 +53,12 @@ class Op:
     node: weakref.ref[torch.autograd.graph.Node] | None = None  # of the graph
     unused: Collection[int] = ()  # tensors that no output of a transposed op depended on, once it has run
 
-    def __init__(self, fn: Callable[..., Tensors], seed: int | None, device: str) -> None:
-        self.fn, self.seed, self.device = fn, seed, device
-        self.autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-        self.default_dtype, self.functions = torch.get_default_dtype(), functions_seen.now()
-        self.averaged = averaged.get()
-
-    @contextlib.contextmanager
-    def surroundings(self) -> Iterator[None]:
-        enabled, dtype = self.autocast
-        # other threads may have set another default dtype meanwhile
-        # a node is applied unseen by the classes of its operands, and what it runs is not
-        with (
-            functions_seen(self.functions),
-            default_dtype(self.default_dtype),
-            seeded(self.seed),
-            during(averaged, self.averaged),
-        ):
-            if enabled or torch.is_autocast_enabled(self.device):
-                with torch.autocast(self.device, dtype=dtype, enabled=enabled, cache_enabled=False):
-                    yield
-            else:
-                yield
+    def __init__(self, fn: Callable[..., Tensors], seed: int | None, ambient: Ambient) -> None:
+        self.fn, self.seed, self.ambient = fn, seed, ambient
 
     def derived(self, fn: Callable[..., Tensors]) -> Op:
-        op = Op(fn, self.seed, self.device)
-        op.autocast, op.default_dtype, op.reduced = self.autocast, self.default_dtype, self.reduced
-        op.averaged, op.plain, op.functions = self.averaged, self.plain, self.functions
+        op = Op(fn, self.seed, self.ambient)
+        op.reduced, op.plain = self.reduced, self.plain
         return op
 
     def run(self, tensors: Tensors, wanted: Sequence[int]) -> Tensors:
@@ -103,7 +81,7 @@ class Op:
         return saved
 
     def replay(self, *tensors: torch.Tensor) -> Tensors:
-        with self.surroundings():
+        with self.ambient.again(), seeded(self.seed):
             return self.fn(*tensors)
 
     def transposed(self, count: int, wanted: Sequence[int], real: Sequence[int]) -> Op:

@@ -34,7 +34,6 @@ class CalledOp(Op):
 
     traversal: Traversal
     signature: Signature
-    unit: str
     _eager: Callable[..., object]
     _flat: Sequence[object]  # its arguments, flat
     _spec: pytree.Spec
@@ -45,6 +44,10 @@ class CalledOp(Op):
     _noted: Sequence[Mark | None]  # how its tensors vary
     _marks: Sequence[Mark | None] = ()  # how those of its result do
     _begun: Mapping[str, int] | None = None  # how much Hugging Face's lists had when it ran first
+
+    @property
+    def unit(self) -> str:
+        return self.signature.unit
 
     def _called(
         self, fn: Callable[..., object], leaves: Mapping[int, torch.Tensor], tensors: Sequence[torch.Tensor]

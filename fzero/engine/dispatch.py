@@ -40,7 +40,7 @@ def call_unit(
     args: tuple[object, ...],
     kwargs: Mapping[str, object],
     seed: int | None = None,
-    compilable: Callable[..., object] | None = None,
+    compilable: Callable[[], Callable[..., object]] | None = None,
     around: Around | None = None,
     prove: bool = True,
 ) -> Any:
@@ -48,7 +48,7 @@ def call_unit(
 
     Args:
         seed: as in `plain_call`, where there are no handles.
-        compilable: what runs in a compiled step in `fn`'s place; `fn` itself, compiled, by default.
+        compilable: makes what runs in a compiled step in `fn`'s place; `fn` itself, compiled, by default.
         around: `around(args[0])` surrounds the pullback, which may run parts of the function again.
         prove: whether its first run proves that it is pure.
     """
@@ -92,7 +92,7 @@ def call_unit(
         if before is not None and not is_strict():  # a mode is around it
             signature.plan, signature.repeated = before.plan, before.repeated
         need_made_again(signature.unit, fn, spec, flat)
-    run = (compilable or compiled(fn)) if signature.compiles else fn
+    run = (compilable() if compilable is not None else compiled(fn)) if signature.compiles else fn
     carriers = changing((args, kwargs)) if signature.carriers else ()
     own_seed = traversal.next_seed() if seed is None else seed
     made = functools.partial(UnitOp, traversal, signature, run, fn, flat, spec, around, own_seed)

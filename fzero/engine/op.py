@@ -15,7 +15,7 @@ import torch
 
 from fzero.base import hooks, private, pytree, refusals
 from fzero.base.ambient import functions_seen
-from fzero.base.context import averaged, proves, within
+from fzero.base.context import proves, within
 from fzero.base.follow import is_pushed
 from fzero.base.node import Tensors, apply, own_jointly
 from fzero.base.places import Place, definition_of
@@ -38,7 +38,6 @@ from fzero.purity.observer import Impure, one_level, refusal
 from fzero.purity.trial import Trial
 from fzero.stores.memories import DEVICE
 from fzero.table.layout import Key
-from fzero.table.names import NO_NAMES
 from fzero.table.placements import marks_of, notes
 
 NESTED = "saved tensor hooks in a derivative's derivative"
@@ -68,30 +67,20 @@ class UnitOp(PulledOp):
         around: Around | None,
         seed: int,
     ) -> None:
-        self.seed, self.device, self.averaged = seed, traversal.device, averaged.get()
-        self.autocast = (torch.is_autocast_enabled(self.device), torch.get_autocast_dtype(self.device))
-        self.default_dtype, self.functions = torch.get_default_dtype(), functions_seen.now()
-        self.traversal, self.signature, self.unit_fn = traversal, signature, fn
-        self._eager = eager
-        self.keys, self.unit = signature.keys, signature.unit
-        self.name = f"unit {self.unit!r}"
+        transformed = signature.transformed
+        if signature.wanted or transformed:  # or nothing runs it again
+            self.ambient = Surroundings(traversal.device)
+        self.seed, self.traversal, self.signature = seed, traversal, signature
+        self.unit_fn, self._eager = fn, eager
+        self.keys, self.name = signature.keys, signature.name
         for key in self.keys:
             if traversal.uses[key].axis.ranks > 1:
                 self.reduced = len(self.keys)
-        # a derivative of a derivative recomputes anyway: keep no graph for it
-        self._nested = signature.depth > 1
-        self._names, self._memory = signature.names, signature.memory
-        self.recompute = signature.remat or self._nested
-        if self._nested or signature.compiles or signature.transformed:
-            self._names = NO_NAMES
-        elif looking.get() is not None:
-            self.recompute = False
-        self._names_some = signature.named and self._names is not NO_NAMES
+        self.recompute = signature.recomputes and not (signature.looks and looking.get() is not None)
         self._flat, self._spec, self._around, self._notes = flat, spec, around, notes.get()
         self._noted = marks_of(self._notes, [flat[place] for place in signature.tensors]) if self._notes else ()
         self._fulls, self._arriving, self.wanted = {}, {}, signature.wanted
-        self.pushes = transformed = signature.transformed
-        self._surroundings = Surroundings() if signature.wanted or transformed else None
+        self.pushes = transformed
         self.number = traversal.schedule.called(signature.keys, self)
 
     def fn(self, *tensors: torch.Tensor) -> Tensors:  # type: ignore[override]
@@ -101,9 +90,8 @@ class UnitOp(PulledOp):
             leaves.update(self.traversal.layout.groups[key].views(self.traversal.uses[key].apply(primal)))
         inputs = tensors[len(self.keys) :]
         alone = one_level(self.unit) if private.level() else _NOTHING
-        again = self._surroundings.again() if self._surroundings is not None else _NOTHING
         hooks_off = torch.autograd.graph.disable_saved_tensors_hooks(NESTED)
-        with hooks_off, again, alone, torch.set_grad_enabled(self.signature.grad):
+        with hooks_off, alone, torch.set_grad_enabled(self.signature.grad):
             out = self._called(self._runs, leaves, inputs)
         return tuple(self._let_out(out, leaves, inputs, ()))
 
@@ -124,9 +112,10 @@ class UnitOp(PulledOp):
         if transformed:
             needs = private.is_differentiated if signature.grad else is_pushed
             self.wanted = [i for i, x in enumerate(operands) if needs(x)]
-        if self._memory != DEVICE and self.recompute and self.wanted and not transformed:
+        memory = signature.memory
+        if memory != DEVICE and self.recompute and self.wanted and not transformed:
             alone = [i for i in self.wanted if i >= len(self.keys)]
-            self._inputs = Inputs(operands, alone, self._memory, f"the inputs of {self.name}")
+            self._inputs = Inputs(operands, alone, memory, f"the inputs of {self.name}")
             self.stand_ins = self._inputs.stand_ins
         if transformed:
             out = apply(self, self.wanted, *operands)
@@ -151,7 +140,7 @@ class UnitOp(PulledOp):
         schedule = self.traversal.schedule
         # also where it is recomputed: the graph, which ends with the run, shows what no derivative goes through
         # a node is applied unseen by modes and by the classes of its operands, and what it runs is not
-        seen = [functions_seen(self.functions)] if self.signature.transformed else ()
+        seen = [functions_seen(self.ambient.functions)] if self.signature.transformed else ()
         run = functools.partial(self._forward, tensors, wanted, bool(wanted), schedule.gather_next)
         out = within(seen, run) if seen else run()
         if self.recompute:
@@ -206,9 +195,9 @@ class UnitOp(PulledOp):
         if again or not signature.proven:
             memories = [(x, leaf_of(groups[key])) for x, key in zip(fulls, self.keys, strict=True)]
         around: list[contextlib.AbstractContextManager[object]] = []
-        if self._nested and derived and not signature.compiles:
+        if signature.nested and derived and not signature.compiles:
             around.append(one_level(self.unit))
-        saves = bool(wanted) and not self.recompute and self._memory != DEVICE
+        saves = bool(wanted) and not self.recompute and signature.memory != DEVICE
         enabled, refused = torch.is_grad_enabled(), hooks.allow()
         SET_GRAD_ENABLED(signature.grad)
         try:
@@ -223,7 +212,7 @@ class UnitOp(PulledOp):
             else:
                 run = functools.partial(self._called, self.unit_fn, leaves, given)
             if saves and not signature.compiles:
-                self._saved = Saved(self._memory, f"the activations of {self.name}", [*fulls, *given])
+                self._saved = Saved(signature.memory, f"the activations of {self.name}", [*fulls, *given])
                 around.append(self._saved.hooks())
             if signature.named:
                 traced = self._traced(wanted, [*leaves.values(), *given])
@@ -325,12 +314,14 @@ class UnitOp(PulledOp):
         self, wanted: Sequence[int], given: Sequence[torch.Tensor]
     ) -> Recording | Keeping | Replaying | None:
         """What looks at the function, where something is kept by name."""
-        if not wanted or not self._names_some:
-            if self.signature.named and self._saved is None:
+        signature = self.signature
+        if not wanted or not signature.looks:
+            if self._saved is None:
                 self.traversal.named.append(None)
             return None
         if not (again := isinstance(self._saved, Named)):
-            self._saved = Named(self._names, self._memory, f"the activations of {self.name}", self.signature.plan)
+            what = f"the activations of {self.name}"
+            self._saved = Named(signature.names, signature.memory, what, signature.plan)
         assert isinstance(self._saved, Named)
         return self._saved.second(given, self._first is None) if again else self._saved.first(given)
 
@@ -348,7 +339,7 @@ class UnitOp(PulledOp):
         outputs = [x for x in out if isinstance(x, torch.Tensor)]
         if isinstance(run, Recording):
             run.end(outputs)
-            signature.plan = run.planned(self._names.all)
+            signature.plan = run.planned(signature.names.all)
             look = looking.get()
             if look is not None:
                 look(Unit(self.unit, run, inputs))

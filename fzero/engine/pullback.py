@@ -9,15 +9,13 @@ from collections.abc import Callable, Sequence
 import torch
 
 from fzero.base import private
-from fzero.base.ambient import default_dtype, functions_seen
-from fzero.base.context import averaged, during, within
+from fzero.base.context import within
 from fzero.base.node import Op, Tensors, gradients
 from fzero.base.refusals import need_no_strays
 from fzero.engine.activations import Inputs, Saved
 from fzero.engine.called import CalledOp
 from fzero.engine.named import Named
 from fzero.engine.signature import Signature
-from fzero.engine.surroundings import Surroundings
 from fzero.engine.traversal import Traversal
 from fzero.table.layout import Key
 
@@ -36,7 +34,6 @@ class PulledOp(CalledOp):
     traversal: Traversal
     signature: Signature
     keys: tuple[Key, ...]
-    unit: str
     number: int
     used = False
     recompute: bool
@@ -48,7 +45,6 @@ class PulledOp(CalledOp):
     _saved: Saved | Named | None = None  # what the graph saved, elsewhere, or what is kept of it by name
     _fulls: dict[Key, torch.Tensor]  # gathered, of this call's own graph
     _arriving: dict[Key, Callable[[], None]]  # to be waited for before the graph is pulled back
-    _surroundings: Surroundings | None  # of one that may run again
 
     def _forward(
         self, tensors: Tensors, wanted: Sequence[int], derived: bool, gather_ahead: Callable[[], None]
@@ -122,15 +118,7 @@ class PulledOp(CalledOp):
             return out
 
     def _run_again(self, tensors: Tensors, wanted: Sequence[int], gather_ahead: Callable[[], None]) -> None:
-        enabled, dtype = self.autocast
-        casts = torch.autocast(self.device, dtype=dtype, enabled=enabled, cache_enabled=False)
-        with (
-            self._surroundings.again() if self._surroundings is not None else contextlib.nullcontext(),
-            functions_seen(self.functions),
-            default_dtype(self.default_dtype),
-            during(averaged, self.averaged),
-            casts if enabled or torch.is_autocast_enabled(self.device) else contextlib.nullcontext(),
-        ):
+        with self.ambient.again():
             self._forward(tensors, wanted, True, gather_ahead)
 
     def forget(self) -> None:

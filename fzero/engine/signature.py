@@ -43,6 +43,8 @@ class Signature:
         proves: whether its first run proves that it is pure.
         proven: whether a run under it was, or has shown what later runs need to know.
         reruns: whether its pullback may run parts of the function again (torch.utils.checkpoint).
+        nested: whether it is a derivative's derivative.
+        looks: whether operations can be looked at, so that some are kept by name.
         plan: what it keeps by name, and leaves out as it runs again.
     """
 
@@ -82,11 +84,15 @@ class Signature:
         # ---- what the table says of its unit
         rows = [traversal.table.units[unit] for unit in dict.fromkeys(key.unit for key in keys)]
         self.unit = self.keys[0].unit if keys else unit_of(traversal, flat)
+        self.name = f"unit {self.unit!r}"
         self.compiles = any(row.compile for row in rows)
-        self.remat = any(row.remat for row in rows)
+        # a derivative of a derivative recomputes anyway: keep no graph for it
+        self.nested = self.depth > 1
+        self.recomputes = self.nested or any(row.remat for row in rows)
         self.memory = next((row.activations for row in rows if row.activations != DEVICE), DEVICE)
         self.names = next((row.names for row in rows if row.names != NO_NAMES), NO_NAMES)
         self.named = self.names != NO_NAMES
+        self.looks = not (self.nested or self.compiles or transformed)
         self.casts = _compute_dtype([*rows, *_full_rows(traversal, flat)], traversal.table.outside)
         self.carriers, self.proves = carriers, proves
         self.collectors = open_here()

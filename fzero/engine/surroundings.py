@@ -9,16 +9,18 @@ import types
 from collections.abc import Callable, Iterator
 
 from fzero.base import private
+from fzero.base.ambient import Ambient
 from fzero.base.context import OURS
 from fzero.base.refusals import is_library
 from fzero.base.thread_state import function_modes_on
 from fzero.purity.observer import own_modes
 
 
-class Surroundings:
+class Surroundings(Ambient):
     """Those of one call."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str) -> None:
+        super().__init__(device)
         context = contextvars.copy_context()
         others = set(context).difference(OURS)
         self._variables = [(variable, context[variable]) for variable in others] if others else ()
@@ -27,7 +29,7 @@ class Surroundings:
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """Inside, all are as in the call."""
-        with private.under_function_modes(self._modes):
+        with super().again(), private.under_function_modes(self._modes):
             tokens = [(variable, variable.set(value)) for variable, value in self._variables]
             try:
                 yield

@@ -174,7 +174,7 @@ def call_carrying(
     call: Function,
     given: tuple[object, ...],
     seed: int | None,
-    fast: Function,
+    fast: Callable[[], Function],
     around: Callable[..., contextlib.AbstractContextManager[None]],
 ) -> object:
     """What a unit returns; its buffers, where they are carried, are operands and outputs of it, as it may run again."""
@@ -186,9 +186,9 @@ def call_carrying(
             out = call(leaves, *others)
         return out, new
 
-    own, quick = functools.partial(carrying, call), functools.partial(carrying, fast)
+    own, compilable = functools.partial(carrying, call), lambda: functools.partial(carrying, fast())
     try:
-        out, new = call_unit(own, (given[0], carried.now(), *given[1:]), {}, seed, quick, around)
+        out, new = call_unit(own, (given[0], carried.now(), *given[1:]), {}, seed, compilable, around)
     except Exception as error:
         if carried.names:
             error.add_note("A unit raised this whose buffers are values; what it had written to them is lost.")

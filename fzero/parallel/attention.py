@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 
 from fzero.base import private
+from fzero.base.ambient import Ambient
 from fzero.base.arguments import wrong
 from fzero.base.node import Op, Tensors, active, apply, final
 from fzero.comm import pieces
@@ -293,7 +294,7 @@ def _pushed(
     fn: Callable[..., Tensors], tensors: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor | None]
 ) -> Tensors:
     """The tangents of a function's outputs, which have derivatives themselves: of torch.func.jvp here none would."""
-    op = Op(fn, None, tensors[0].device.type).pushed(len(tensors), range(len(tensors)))
+    op = Op(fn, None, Ambient(tensors[0].device.type)).pushed(len(tensors), range(len(tensors)))
     zeros = [torch.zeros_like(x) if t is None else t for t, x in zip(tangents, tensors, strict=True)]
     arguments = (*tensors, *zeros)
     return apply(op, active(arguments), *arguments)

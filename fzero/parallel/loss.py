@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from fzero.base import private
+from fzero.base.ambient import Ambient
 from fzero.base.arguments import need_int, need_number, wrong
 from fzero.base.context import averaged, means
 from fzero.base.node import Op, Tensors, active, apply, first_order
@@ -197,7 +198,7 @@ class _Statistics(Op):
     name = "parallel.cross_entropy"
 
     def __init__(self, smooth: bool, device: str) -> None:
-        super().__init__(lambda logits, places: (_contributions(logits, places, smooth),), None, device)
+        super().__init__(lambda logits, places: (_contributions(logits, places, smooth),), None, Ambient(device))
         self._smooth = smooth
 
     def run(self, tensors: Tensors, wanted: Sequence[int]) -> Tensors:

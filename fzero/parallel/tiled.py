@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fzero.base import private, pytree, texts
+from fzero.base.ambient import Ambient
 from fzero.base.arguments import need_int, wrong
 from fzero.base.node import Op, Tensors, active, apply, refuse_foreign_leaves
 from fzero.base.random import current_stream, seeded
@@ -182,7 +183,7 @@ class _Tile(Op):
             with again() if next(runs) else contextlib.nullcontext():
                 return fn(*tensors)
 
-        super().__init__(drawing, None, device)
+        super().__init__(drawing, None, Ambient(device))
         self._looks = torch.is_grad_enabled()
 
     def run(self, tensors: Tensors, wanted: Sequence[int]) -> Tensors:

@@ -95,14 +95,17 @@ class Group:
 
     def full_of(self, leaves: Sequence[torch.Tensor | None], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A new full buffer of the leaves, which nothing differentiates; `None` and gaps are zero."""
-        parts: list[torch.Tensor] = []
-        for gap, x in zip(self.split_sizes[::2], (*leaves, None), strict=True):
-            if gap:
-                parts.append(torch.zeros(gap, dtype=dtype, device=device))
-            if x is not None and x.dtype == dtype and x.layout == torch.strided:
-                parts.append(x)
-        if self.numel < _SMALL and len(parts) == len(leaves) + len(self._gaps) > 1:  # of one it would be a view
-            return private.flattened(parts)
+        if self.numel < _SMALL and len(leaves) + len(self._gaps) > 1:  # of one it would be a view
+            parts, zeros = list[torch.Tensor](), dict[int, torch.Tensor]()
+            for gap, x in zip(self.split_sizes[::2], (*leaves, None), strict=True):
+                if gap and gap not in zeros:
+                    zeros[gap] = torch.zeros(gap, dtype=dtype, device=device)
+                if gap:
+                    parts.append(zeros[gap])
+                if x is not None and x.dtype == dtype and x.layout == torch.strided:
+                    parts.append(x)
+            if len(parts) == len(leaves) + len(self._gaps):
+                return private.flattened(parts)
         return self.join_into(pages.empty(self.numel, dtype, device), leaves)
 
     def join_into(self, full: torch.Tensor, leaves: Sequence[torch.Tensor | None]) -> torch.Tensor:
