@@ -33,7 +33,7 @@ def as_tensor(x: Value) -> Value:
     if type(x) not in (int, float):
         return written_out(x)
     if type(x) is int and not -(2**63) <= x < 2**63:
-        raise ValueError(f"jit: got {x}, expected at most 64 bits. Give a float, a static int (static_argnums=) or another seed.")
+        raise ValueError(f"jit: got {x}, expected at most 64 bits. Give a float, a static int or another seed.")
     return marked(torch.tensor(x, dtype=_WIDE[type(x)], device="cpu"), type(x))
 
 
