@@ -50,14 +50,15 @@ def _mixed(state: int, number: int) -> int:
 
 
 class Later(int):
-    """A seed in a graph: that of `Seeds(*numbers)` after so many calls, of which a run knows the numbers."""
+    """A seed in a graph: that of `Seeds(*numbers)` after so many calls, of which a run knows those that are tensors."""
 
     numbers: tuple[int | torch.Tensor, ...]
     calls: int
 
-    def of(self, count: int) -> int:
-        """The seed, where the number that the graph has is this one."""
-        seeds = Seeds(*[count if isinstance(x, torch.Tensor) else x for x in self.numbers])
+    def of(self, *known: int) -> int:
+        """The seed, where these are the numbers that the graph has."""
+        rest = iter(known)
+        seeds = Seeds(*[next(rest) if isinstance(x, torch.Tensor) else x for x in self.numbers])
         seeds._calls = self.calls - 1
         return seeds.next()
 

@@ -13,6 +13,7 @@ from functools import cached_property
 
 import torch
 
+from fzero.base.random import Later
 from fzero.formats.formats import ALIGN
 from fzero.formats.ops import TorchOps
 
@@ -59,10 +60,10 @@ class Counters:
 
 def first_of(seed: int, count: int, path: str) -> int:
     """The counter of a leaf's first block."""
-    if isinstance(count, torch.Tensor):
+    if isinstance(count, torch.Tensor) or isinstance(seed, (torch.Tensor, Later)):
         raise ValueError(
-            "jit: the function's update draws random numbers by a count of its own (fz.gradient_noise, fz.whole, Muon "
-            "with stochastic rounding), which a function's graph does not have. Take fz.jit(step)."
+            "jit: the function's update draws random numbers by a count or a seed (fz.gradient_noise, fz.whole, Muon "
+            "with stochastic rounding) whose value a function's graph does not have. Take fz.jit(step)."
         )
     said = f"{seed} {count} {path}".encode()
     return int.from_bytes(hashlib.blake2b(said, digest_size=4).digest(), "little", signed=True)

@@ -28,12 +28,12 @@ def written_out(x: object) -> object:
     return x.resolve_conj().resolve_neg() if isinstance(x, torch.Tensor) and (x.is_conj() or x.is_neg()) else x
 
 
-def as_tensor(x: Value) -> object:
+def as_tensor(x: Value) -> Value:
     """An int or a float as a tensor that is known for one; a tensor with its values in memory."""
     if type(x) not in (int, float):
         return written_out(x)
     if type(x) is int and not -(2**63) <= x < 2**63:
-        raise ValueError(f"jit: got {x} among the inputs, expected at most 64 bits. Give a float, or make it static.")
+        raise ValueError(f"jit: got {x}, expected at most 64 bits. Give a float, a static int or another seed.")
     return marked(torch.tensor(x, dtype=_WIDE[type(x)], device="cpu"), type(x))
 
 

@@ -19,7 +19,7 @@ from torch.fx.node import has_side_effect
 
 from fzero.base import private
 from fzero.base.context import during, variable
-from fzero.base.random import Later, seeded
+from fzero.base.random import seeded
 from fzero.comm import pieces
 from fzero.comm.axis import Axis
 from fzero.comm.pieces import Came, Start
@@ -194,10 +194,10 @@ class Effects(list[Effect]):
             out = x.new_empty(x.shape if rows is None else (rows, *x.shape[1:]), dtype=(*dtype, x.dtype)[0])
         return self.host(run, [x], [out])[0]
 
-    def drawing(self, seed: int) -> contextlib.AbstractContextManager[None]:
+    def drawing(self, seed: Any) -> contextlib.AbstractContextManager[None]:
         """Around operators that draw random numbers by a seed."""
-        counts = [private.unwrapped(x) for x in getattr(seed, "numbers", ()) if isinstance(x, torch.Tensor)][:1]
-        return self.stream(lambda *xs: seeded(seed.of(int(xs[0])) if isinstance(seed, Later) else seed), counts)
+        given = [private.unwrapped(x) for x in getattr(seed, "numbers", ()) if isinstance(x, torch.Tensor)]
+        return self.stream(lambda *xs: seeded(seed.of(*map(int, xs)) if xs else seed), given)
 
 
 def _without_end(told: Told) -> Told:

@@ -15,13 +15,12 @@ from torch.utils import _pytree as torch_pytree
 from fzero.base import private, pytree
 from fzero.base.rebound import parts_of
 from fzero.comm.axis import Axis
-from fzero.graph.numbers import NUMBERS, number_of
+from fzero.graph.numbers import NUMBERS, as_tensor, number_of
 from fzero.state.sharded import Sharded, is_item, map_trees
 from fzero.state.train_state import TrainState
 from fzero.table.spec import Spec
 
 T = TypeVar("T")
-Count = int | float | torch.Tensor
 
 _VALUES = (*NUMBERS, str, bytes, type(None), torch.dtype, torch.device, type, types.BuiltinFunctionType)
 _LEAD_NOWHERE = frozenset({*_VALUES, torch.Tensor})
@@ -146,8 +145,8 @@ def closed_over(value: object) -> Hashable:
 class Flat:
     """A tree of states, tensors and values, taken apart: what a graph takes, and what its signature is.
 
-    Counts (a state's updates, an optimizer's) are 0-d tensors of the graph. Other numbers are values, but for
-    tensors that are known for one.
+    Counts (a state's updates, an optimizer's) and seeds are 0-d tensors of the graph. Other numbers are values, but
+    for tensors that are known for one.
 
     Attributes:
         tensors: all of them.
@@ -179,7 +178,7 @@ class Flat:
         for leaf in leaves:
             if is_state(leaf):
                 own, spec = torch_pytree.tree_flatten(leaf)
-                counts = [_as_count(x) for x in _counts_of(leaf)]
+                counts = _counts_of(leaf)
                 self.counts.update(range(begin := len(self.tensors) + len(own), begin + len(counts)))
                 self.tensors += [*own, *counts]
                 self._makers.append(functools.partial(_state, spec, len(own)))
@@ -187,7 +186,7 @@ class Flat:
                 nodes = [(x.missed, x.paused) if isinstance(x, pytree.Count) else x for x in _nodes(leaf)]
                 others = [value_of(x) for x in nodes if type(x) in (tuple, int, float, bool, str)]
                 order = order_of(Identity(leaf.params.structure))
-                forms.append((spec, order, leaf.seed, leaf.signature, place, *others))
+                forms.append((spec, order, leaf.signature, place, *others))
             elif isinstance(leaf, torch.Tensor):
                 self.tensors.append(leaf)
                 self._makers.append(lambda rest, _: next(rest))
@@ -228,25 +227,23 @@ def is_state(x: object) -> TypeGuard[TrainState]:
     return isinstance(x, TrainState)
 
 
-def _as_count(x: Count) -> torch.Tensor:
-    if not isinstance(x, torch.Tensor):
-        return torch.tensor(float(x), dtype=torch.float64, device="cpu")
-    while private.is_wrapper(x) and private.level_of(x) < 0:  # of an aux of torch.func, which unwraps no counts
-        x = private.inner(x)
-    return x
-
-
 def _nodes(state: TrainState) -> list[Any]:
     return pytree.flatten((state.moments, state.extra), is_leaf=is_item)[0]
 
 
-def _counts_of(state: TrainState) -> list[Count]:
-    """The numbers of a state that each update changes."""
-    return [state.step, *[x.value for x in _nodes(state) if isinstance(x, pytree.Count)]]
+def _counts_of(state: TrainState) -> list[torch.Tensor]:
+    """The numbers of a state that each update changes, and its seed."""
+    counts: list[Any] = [state.step, *[x.value for x in _nodes(state) if isinstance(x, pytree.Count)]]
+    out = [x if pytree.is_tensor(x) else torch.tensor(float(x), dtype=torch.float64, device="cpu") for x in counts]
+    out.append(as_tensor(state.seed))
+    for i, x in enumerate(out):
+        while private.is_wrapper(x) and private.level_of(x) < 0:  # of an aux of torch.func, which unwraps no counts
+            out[i] = x = private.inner(x)
+    return out
 
 
 def _state(spec: Any, own: int, rest: Iterator[torch.Tensor], values: bool) -> TrainState:
-    """A state of its tensors, and of its counts behind them."""
+    """A state of its tensors, and behind them of its counts and its seed."""
     state: TrainState = torch_pytree.tree_unflatten([next(rest) for _ in range(own)], spec)
 
     def count() -> Any:
@@ -263,4 +260,4 @@ def _state(spec: Any, own: int, rest: Iterator[torch.Tensor], values: bool) -> T
 
     step = count()
     moments, extra = pytree.map(one, (state.moments, state.extra), is_leaf=is_item)
-    return state.changed(moments=moments, extra=extra, step=step)
+    return state.changed(moments=moments, extra=extra, step=step, seed=count())

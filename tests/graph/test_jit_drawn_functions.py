@@ -40,6 +40,7 @@ class Drawn:
     world: int
     unit: bool
     wrap: str
+    seeds: tuple[int, ...] = (0, 0, 0)
 
 
 DRAWN = st.builds(
@@ -53,6 +54,7 @@ DRAWN = st.builds(
     world=st.integers(1, 2),
     unit=st.booleans(),
     wrap=st.sampled_from(sorted(WRAPS)),
+    seeds=st.tuples(*[st.integers(-(2**63), 2**63 - 1)] * 3),
 )
 
 
@@ -66,7 +68,8 @@ def loss_of(case: Drawn) -> Callable[..., torch.Tensor]:
     def block(p: Any, x: torch.Tensor) -> torch.Tensor:
         return F.dropout(torch.tanh(x @ p["w"]), case.dropout)
 
-    called = fz.unit(block) if case.unit or case.stage == 3 else block  # which gathers leaves of units there only
+    only_there = case.stage == 3 or case.wrap == "remat"  # leaves of units are gathered
+    called = fz.unit(block) if case.unit or only_there else block
 
     def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
         for q in p["blocks"]:
@@ -102,7 +105,8 @@ def compare(case: Drawn, rank: int) -> None:
     fn = trained if place is None else torch.func.grad(after, argnums=place)
     fast, state = fz.jit(fn, backend="graph"), step_of(0.1).init(params)
     near = {"rtol": 1e-10, "atol": 1e-14} if case.policy == "own" else {"rtol": 1e-3, "atol": 1e-4}
-    for x, rate in zip(batches, rates, strict=True):
+    for x, rate, seed in zip(batches, rates, case.seeds, strict=True):
+        state = state.replace(seed=seed)
         before = torch.random.get_rng_state()
         got, want = fast(state, x, rate), fn(state, x, rate)
         assert torch.equal(before, torch.random.get_rng_state())

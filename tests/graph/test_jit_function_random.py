@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from nightly import in_turns
 
 import fzero as fz
@@ -46,16 +48,22 @@ def pushed(step: fz.Step, state: fz.TrainState, x: torch.Tensor) -> Any:
     return torch.func.jvp(lambda x: two(step, state, x)[1], (x,), (x,))
 
 
-CASES = {"steps": two, "gradient": by_input, "init": own_start, "jvp": pushed}
+def returned(step: fz.Step, state: fz.TrainState, x: torch.Tensor) -> Any:
+    return two(step, state, x)[1], state.seed * x, state.seed, state
 
 
-def compare(name: str, backend: str, rank: int = 0, zero: bool = False) -> None:
+CASES = {"steps": two, "gradient": by_input, "init": own_start, "jvp": pushed, "returned": returned}
+SEEDS = st.lists(st.integers(-(2**63), 2**63 - 1), min_size=2, max_size=2, unique=True)
+
+
+def compare(name: str, backend: str, rank: int = 0, zero: bool = False, seeds: tuple[int, ...] = (0, 0, 0)) -> None:
     step = fz.train_step(loss, fz.sgd(1e-2))
     step = fz.shard_zero3(step) if zero else step
     fn = lambda state, x: CASES[name](step, state, x)
     fast, state = fz.jit(fn, backend=backend), step.init(PARAMS)
-    seen = []
-    for _ in range(3):
+    seen: list[Any] = []
+    for seed in seeds:
+        state = state.replace(seed=seed)
         before = torch.random.get_rng_state()
         want, got = fn(state, X + rank), fast(state, X + rank)
         assert_trees_close(got, want, rtol=1e-12 if backend == "graph" else 1e-10)
@@ -64,13 +72,35 @@ def compare(name: str, backend: str, rank: int = 0, zero: bool = False) -> None:
         state, _ = step(state, X + rank)
     assert fast.traces == 1
     if name != "init":
-        assert repr(seen[1]) != repr(seen[2])  # the count of updates decides
+        assert repr(seen[-2]) != repr(seen[-1])  # the count of updates decides
+        assert name != "returned" or [(own[2], own[3].seed) for own in seen] == [(seed, seed) for seed in seeds]
 
 
 @in_turns(2)  # on ranks each day
 @pytest.mark.parametrize("name", ["init", "jvp"])
 def test_numbers_of_the_function(name: str) -> None:
     compare(name, "graph")
+
+
+@settings(max_examples=8)
+@given(name=st.sampled_from(sorted(CASES)), zero=st.booleans(), seeds=SEEDS)
+def test_seeds_are_inputs(name: str, zero: bool, seeds: list[int]) -> None:
+    run_ranks(lambda rank: compare(name, "graph", rank, zero, (0, *seeds)), 1 + zero)
+
+
+@settings(max_examples=8)
+@given(seeds=SEEDS)
+def test_masks_to_the_bit(seeds: list[int]) -> None:
+    step = fz.train_step(loss, fz.sgd(1e-2))
+    fast = fz.jit(step.forward, backend="graph")
+    first, *others = [step.init(PARAMS, seed=seed) for seed in (0, *seeds)]
+    drawn = [fast(state, X) for state in (first, *others)]
+    assert all(map(torch.equal, drawn, [step.forward(state, X) for state in (first, *others)]))
+    assert fast.traces == 1 and len(set(map(float, drawn))) == len({0, *seeds})
+    with pytest.raises(ValueError, match="another seed"):
+        fast(first.replace(seed=2**63), X)
+    with pytest.raises(TypeError, match="got seed=a tensor"):
+        fz.jit(lambda state: state.replace(seed=state.seed + 1), backend="graph")(first)
 
 
 @in_turns(8, "compiled by torch")

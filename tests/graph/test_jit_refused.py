@@ -133,6 +133,17 @@ def test_steps_refused_in_a_function(name: str) -> None:
         fz.jit(lambda state: step(state, X)[0], backend="graph")(state)
 
 
+def test_updates_that_draw_by_a_seed_are_refused_in_a_function() -> None:
+    step = fz.train_step(lambda p, x: (p["w"] * x).square().sum(), fz.chain(fz.gradient_noise(0.1), fz.sgd(0.1)))
+    state = step.init({"w": torch.ones(3)})
+
+    def begun(state: fz.TrainState, x: torch.Tensor) -> torch.Tensor:  # with counts that are known
+        return step(state.replace(moments=step.init({"w": torch.ones(3)}).moments, step=0), x)[1]["loss"]
+
+    with pytest.raises(ValueError, match=r"by a count or a seed .* Take fz\.jit\(step\)"):
+        fz.jit(lambda state: torch.func.jvp(lambda x: begun(state, x), (X,), (X,)), backend="graph").lower(state)
+
+
 @pytest.mark.parametrize("kind", ["closure", "default", "list"])
 def test_a_unit_that_reads_what_the_function_made_is_refused(kind: str) -> None:
     def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
