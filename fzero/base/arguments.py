@@ -63,7 +63,7 @@ def need_number(value: object, who: str, argument: str, expected: str = "a numbe
 def as_float64(value: Any) -> torch.Tensor:
     """A number as a 0-d tensor, on the CPU whatever torch's default device is; a tensor stays where it is."""
     if isinstance(value, torch.Tensor):
-        return value.to(torch.float64)
+        return torch.as_tensor(value, dtype=torch.float64, device=value.device)  # and no number in a trace
     return torch.tensor(value, dtype=torch.float64, device="cpu")
 
 

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch.fx import Node
 
+from fzero.base.private import is_fake
+from fzero.base.rebound import tensors_reached
 from fzero.base.refusals import is_ours, place_of
 from fzero.comm.backend import COLLECTIVES
 from fzero.comm.divergence import silent
@@ -98,6 +100,17 @@ def need_plain(nodes: Iterable[Node]) -> None:
             raise ValueError(
                 "jit: the function runs an RNN of torch.nn by oneDNN, which no graph takes. Turn that off around it: "
                 "with torch.backends.mkldnn.flags(enabled=False): ..."
+            )
+
+
+def need_open(result: Iterable[object]) -> None:
+    """Refuses leaves of a result that hide tensors of the trace: nothing would give them values in a run."""
+    for x in result:
+        if not isinstance(x, torch.Tensor) and any(map(is_fake, tensors_reached(x))):
+            raise ValueError(
+                f"jit: the function returns a {type(x).__name__} that holds tensors and is no pytree, "
+                "which a graph cannot fill. Return the tensors, in dicts, lists, tuples or NamedTuples, or register "
+                "the class with optree.register_pytree_node."
             )
 
 

@@ -19,7 +19,7 @@ from fzero.engine.carry import Carry
 from fzero.engine.outcome import Outcome, wanted_of
 from fzero.engine.weighing import counted
 from fzero.graph import of_torch, operators
-from fzero.graph.errors import need_plain, need_streams, refusing
+from fzero.graph.errors import need_open, need_plain, need_streams, refusing
 from fzero.graph.numbers import as_tensor, marked, number_of, written_out
 from fzero.graph.program import Run, compiled, compiling, in_pieces, joined, leave_unused
 from fzero.graph.regions import By, StepRegions, with_regions
@@ -67,7 +67,7 @@ class Programs(Generic[P]):
         self.traces = 0
         self._plain = False  # after a trace that failed, where that may be
         self._programs: dict[object, P] = {}
-        self._begun: dict[object, None] = {}  # what had its first run
+        self._begun: dict[object, bool] = {}  # what had its first run, and whether it was traced then
         self._heard: dict[object, list[tuple[int, ...]]] = {}  # what ranks told each other there
 
     def called(
@@ -77,7 +77,7 @@ class Programs(Generic[P]):
         own: Callable[[], Any],
         make: Callable[[], P],
         leaves: Callable[[Any, P], tuple[Sequence[object], Sequence[object]]],
-        ranks: bool = False,
+        ranks: bool,
     ) -> tuple[Any, P | None]:
         """What a run without a graph returns, if it is the first one or nothing can be traced, and the program.
 
@@ -89,19 +89,19 @@ class Programs(Generic[P]):
         Args:
             first: what such a run is made for once.
             leaves: of such a run's result, and what those of a program are: dtypes, types of numbers, None of values.
-            ranks: whether others run their graphs, so that this must be traced.
+            ranks: whether there are others, which run their graphs once this has had one.
         """
         out = None
         if first not in self._begun:
             with during(pieces.heard, self._heard):
                 out = own()
-            self._begun[first] = None
+            self._begun[first] = False
             if len(self._begun) > KEPT:
                 del self._begun[next(iter(self._begun))]
         try:
             program = make()
         except Exception as error:
-            if not self.fallback or ranks:
+            if not self.fallback or (ranks and self._begun.get(first)):
                 raise
             self._plain = True
             warnings.warn(f"jit: {name} runs without a graph: {error}", stacklevel=5)
@@ -115,6 +115,7 @@ class Programs(Generic[P]):
                     "what it returns, return a state in the place of a count of it, and make a number of Python whose "
                     "type it asks for a static argument (static_argnums=)."
                 )
+            self._begun[first] = True
         return out, program
 
     @contextlib.contextmanager
@@ -225,7 +226,7 @@ class Jit(Programs[Program]):
             result = pytree.flatten(program.split([x.meta["val"] for x in result_of(program.traced.forward)])[:2])[0]
             return found, [x.dtype if isinstance(x, torch.Tensor) else None for x in result]
 
-        return *self.called(step.name, first, own, make, leaves), given
+        return *self.called(step.name, first, own, make, leaves, place() is not None), given
 
     def _given(self, step: Spec, inputs: Inputs) -> Inputs:
         """Inputs with numbers of Python as tensors, but for static ones and what is carried."""
@@ -311,8 +312,8 @@ class Function(Programs[Made]):
         first = key[1:] if here is None else (here, given.form[-1])
         make = lambda: self._programs.get(key) or self._add(key, given)
         leaves = lambda out, made: (pytree.ordered(out, is_leaf=is_state)[0], made.result.leaves)
-        own, ranks = lambda: self.fn(*args, **kwargs), here is not None and bool(self.traces)
-        out, made = self.called(name_of(self.fn), first, own, make, leaves, ranks)
+        own = lambda: self.fn(*args, **kwargs)
+        out, made = self.called(name_of(self.fn), first, own, make, leaves, here is not None)
         if made is None or out is not None:
             return out
         with torch.no_grad(), made.effects.running(given.axes, given.updates) as axes:
@@ -341,7 +342,9 @@ class Function(Programs[Made]):
         def run(tensors: Sequence[torch.Tensor]) -> Any:
             args, kwargs = given.made(tensors, values=False)
             with torch.set_grad_enabled(grad):
-                results[:] = [Flat(self.fn(*args, **kwargs))]
+                out = self.fn(*args, **kwargs)
+            need_open(pytree.leaves(out))
+            results[:] = [Flat(out)]
             return results[0].tensors, range(len(results[0].tensors)), ()
 
         def traced_here(inline: bool, by: By) -> tuple[Traced, StepRegions]:

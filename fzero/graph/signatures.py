@@ -49,7 +49,8 @@ def value_of(x: object) -> object:
             f"jit: got a {type(x).__name__} among the inputs, which is no tensor and cannot be hashed, so that nobody "
             "sees when it changes. Give a tensor, or a tuple."
         ) from error
-    return _kind_of(x), None if isinstance(x, (float, complex)) else x
+    own = closed_over(x) if callable(x) and type(x) not in _LEAD_NOWHERE else ()
+    return _kind_of(x), None if isinstance(x, (float, complex)) else x, own
 
 
 def _kind_of(x: object) -> object:

@@ -23,7 +23,7 @@ from fzero.engine.schedule import first_runs
 from fzero.engine.signature import Signature
 from fzero.engine.traversal import Traversal, autocast
 from fzero.graph import of_torch, operators
-from fzero.graph.errors import need_plain
+from fzero.graph.errors import need_open, need_plain
 from fzero.graph.operators import Effects, like
 from fzero.graph.regions import Regions
 from fzero.graph.signatures import Identity, ambient_of, form_of, meta_of
@@ -86,6 +86,7 @@ class UnitRegions(Traversal, Regions):
                 out = step.fn(tree, *own)
                 out = pytree.map_leaves(given_out, out)
             outputs, aux = split_both(step, out)
+            need_open(pytree.leaves(out))
             others = pytree.Split((aux.join(*aux.leaves), {**self.collected}), pytree.is_tensor)
             splits[:] = outputs, others
             (real, rest), (more,) = outputs.leaves, others.leaves

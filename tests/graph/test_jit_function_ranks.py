@@ -210,3 +210,19 @@ def test_a_function_without_states_given() -> None:
 
 
 pytestmark = pytest.mark.usefixtures("hazards")
+
+
+@pytest.mark.parametrize("of", [lambda step: step, lambda step: lambda *given: step(*given)], ids=["step", "function"])
+def test_what_one_rank_cannot_trace_is_refused_where_others_have_a_graph(of: Callable[[Any], Any]) -> None:
+    def branching(p: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        out = loss(p, x, y)
+        return out if x.shape[0] == 3 or out > 0 else -out
+
+    def main(rank: int) -> None:
+        step = fz.shard_zero3(fz.train_step(branching, fz.adamw(1e-2)))
+        state, fast = step.init(PARAMS), fz.jit(of(step), backend="graph", fallback=True)
+        for rows in (3, 3, 4 - rank):
+            state, _ = fast(state, *data(rank, rows))
+
+    with pytest.raises(RuntimeError, match=r"ValueError: jit: .* asks for the value of a tensor"):
+        run_ranks(main, 2)

@@ -284,3 +284,27 @@ def test_variables_of_what_a_function_leads_to(kind: str) -> None:
             (got, metrics), (want, others) = fast(state, x), fn(state, x)
             assert_trees_close((got.params, metrics), (want.params, others), rtol=1e-12)
         assert fast.traces == (2 if fn is step else 3)
+
+
+def test_a_function_among_the_inputs_is_what_it_closes_over() -> None:
+    factor = 1.0
+
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        return factor * x
+
+    fast = fz.jit(lambda f, x: f(x), backend="graph")
+    for factor in (1.0, 2.0, 1.0):
+        assert torch.equal(fast(scaled, X), factor * X)
+    assert fast.traces == 2
+
+
+def test_a_rate_that_is_a_number_of_python_is_a_tensor_in_metrics() -> None:
+    def trained(lr: float) -> Any:
+        step = fz.train_step(loss, fz.adamw(lr))
+        return step(step.init(PARAMS), X, Y)
+
+    fast = fz.jit(trained, backend="graph")
+    for lr in (1e-2, 2e-2, 3e-2):
+        assert_trees_close(fast(lr)[1], trained(lr)[1])
+        assert isinstance(fast(lr)[1]["lr"], torch.Tensor)
+    assert fast.traces == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable
@@ -208,3 +209,26 @@ def test_a_module_that_asks_for_a_value_is_named_by_the_functions_line() -> None
     step = fz.jit(fz.carry(fz.train_step(loss, fz.sgd(0.1)), buffers), backend="graph")
     with pytest.raises(ValueError, match=r"in '<lambda>', test_jit_refused.py, line \d+\) asks for the value"):
         step(step.init(params), X)
+
+
+@dataclasses.dataclass(frozen=True)
+class Hiding:
+    x: torch.Tensor
+
+
+HIDES = {"object": Hiding, "function": lambda x: lambda: x, "pullback": lambda x: torch.func.vjp(torch.sin, x)[1]}
+
+
+@pytest.mark.parametrize("hide", HIDES.values(), ids=HIDES)
+def test_a_result_that_hides_tensors_is_refused(hide: Callable[[torch.Tensor], Any]) -> None:
+    fast = fz.jit(lambda x: {"hidden": hide(2 * x)}, backend="graph")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="that holds tensors and is no pytree"):
+            fast(X)
+
+
+def test_an_aux_that_hides_tensors_is_refused() -> None:
+    loss = lambda p, x: ((p["w"] * x).sum(), lambda: x)
+    step = fz.train_step(loss, fz.sgd(0.1), has_aux=True)
+    with pytest.raises(ValueError, match="a function that holds tensors and is no pytree"):
+        fz.jit(step, backend="graph")(step.init({"w": torch.ones(3)}), X)
