@@ -251,6 +251,15 @@ def test_the_component_of_what_it_returns() -> None:
     assert fast.traces == 1
 
 
+def test_states_of_two_components_in_other_places() -> None:
+    first, second = STEP.init(PARAMS), STEP.init(PARAMS)
+    fast = fz.jit(lambda *states: [STEP(state, X, Y)[0] for state in states], backend="graph")
+    for states in [(first, second, first), (first, second, second)] * 2:
+        for new, old in zip(fast(*states), states, strict=True):
+            grads, _ = STEP.vjp(old, X, Y)[1](torch.ones((), dtype=F64))
+            STEP.update(new, grads)  # which takes those of its own component only
+
+
 def test_the_tenth_trace_is_said() -> None:
     fast = fz.jit(lambda x, n: x.sum() * n, backend="graph")
     for rows in range(9):

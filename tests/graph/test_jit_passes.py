@@ -67,7 +67,8 @@ def test_a_fused_update_takes_each_gradient_as_it_comes() -> None:
         return x.square().mean()
 
     step = fz.jit(fz.donate(fz.fuse_update(fz.train_step(loss, fz.sgd(0.1)))), backend="graph")
-    state, x = step.init({"blocks": [{"w": torch.randn(width, width) / 8} for _ in range(blocks)]}), torch.ones(2, width)
+    params = {"blocks": [{"w": torch.randn(width, width) / 8} for _ in range(blocks)]}
+    state, x = step.init(params), torch.ones(2, width)
     for _ in range(2):
         state, _ = step(state, x)
     with fz.testing.hazards(None), Looking() as live:
