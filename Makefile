@@ -99,7 +99,7 @@ killing: .venv/.installed
 killing-components: .venv/.installed
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/killing_components.py --kills $(KILLS) --seed $(SEED)
 
-# leaves out each wait in turn; some test must turn red each time
+# leaves out each wait in turn, and breaks some other lines; some test must turn red each time
 mutants: .venv/.installed
 	@$(BIN)/python tests/mutants.py
 

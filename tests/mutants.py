@@ -1,7 +1,7 @@
-"""Leaves out each wait in turn, and looks whether some test turns red: `make mutants`, or `mutants.py --only 3 7`.
+"""Breaks a line in turn, and looks whether some test turns red: `make mutants`, or `mutants.py --only 3 7`.
 
-A wait that no test misses is one that the next change may lose without a word. Prints a line for each, and exits with 1
-if one survives.
+Each wait is left out, and what else was once missed by no test. What no test misses is what the next change may lose
+without a word. Prints a line for each, and exits with 1 if one survives.
 """
 
 from __future__ import annotations
@@ -27,6 +27,15 @@ HELD = (f"{FAULTS}::test_a_schedule_that_raises_at_a_later_group", FAULTS)
 PULLBACKS = (f"{FAULTS}::test_a_pullback_that_raises", FAULTS)
 IN_8_BITS = (f"{FAULTS}::test_8_bit_gathers_with_fewer_units_than_last_time", FAULTS)
 ON_GLOO = (f"{EXACT}::test_on_gloo_processes", EXACT)
+ELSEWHERE = ("tests/comm/test_same_host.py::test_one_of_another_machine",)
+STEPS, FUNCTIONS = "tests/graph/test_jit_steps.py", "tests/graph/test_jit_functions.py"
+MASKED = (f"{STEPS}::test_a_microbatch_of_weight_zero_whose_gradients_are_nan",)
+DRAWING = (f"{STEPS}::test_a_backward_that_draws",)
+AS_THEY_COME = ("tests/graph/test_jit_passes.py::test_a_fused_update_takes_each_gradient_as_it_comes",)
+PLACES = (f"{FUNCTIONS}::test_states_of_two_components_in_other_places",)
+AROUND = (f"{FUNCTIONS}::test_two_calls_of_a_step_with_something_else_around_them",)
+SLOW = (f"{FUNCTIONS}::test_slow_weights_do_not_move_at_an_update_that_is_skipped",)
+THIRDS = ("tests/transforms/test_fuse_update.py::test_thirds_that_16_bits_do_not_hold",)
 HVP = ("tests/test_derivatives.py::test_hvp",)
 OFFLOAD = "tests/transforms/test_offload.py"
 AWAY = (f"{OFFLOAD}::test_the_bits_are_those_of_the_step_without_it",)
@@ -34,8 +43,8 @@ LOADS = ("tests/checkpoint/test_load.py::test_nothing_is_used_before_it_has_arri
 LEFT = (f"{OFFLOAD}::test_an_update_that_fails_leaves_nothing_on_its_way",)
 
 
-class Wait(NamedTuple):
-    """A wait, and what stands in its place.
+class Mutant(NamedTuple):
+    """A place, and what stands there instead.
 
     Attributes:
         which: of several places with this text.
@@ -49,62 +58,69 @@ class Wait(NamedTuple):
     tests: tuple[str, ...] = ORDERS
 
 
-WAITS = [
-    Wait("engine/schedule.py", "        wait()\n        return full, True", "        return full, True"),
-    Wait("engine/schedule.py", "            wait()\n            hazards.poison", "            hazards.poison"),
-    Wait("engine/schedule.py", "*[wait for _, wait in ahead.values()]])", "])"),
-    Wait("engine/schedule.py", "finish_all([self.finish_reductions, *", "finish_all([*", tests=PULLBACKS),
-    Wait("engine/schedule.py", "*[op.forget_ahead for op in calls], ", "", tests=HELD),
-    Wait("engine/schedule.py", ", self._end_of_gathers])", "])", tests=PULLBACKS),
-    Wait("engine/schedule.py", "            end()\n        raise", "            pass\n        raise", tests=HELD),
-    Wait("engine/schedule.py", "        raise\n    end()\n", "        raise\n", tests=NOT_PULLED),
-    Wait("engine/pullback.py", "  self._arriving.pop(key)()\n", "  self._arriving.pop(key)\n", tests=HELD),
-    Wait("engine/pullback.py", "or schedule.refill(key, full))()", "or schedule.refill(key, full))"),
-    Wait("engine/delivery.py", "        self.schedule.finish_reductions()\n        assert", "        assert"),
-    Wait("engine/traversal.py", "        self.schedule.finish_reductions()\n", "", tests=TWICE),
-    Wait("update/update.py", "        finish_all([*ends, self._finish, ", "        finish_all([*ends, ", tests=HELD),
-    Wait("update/update.py", "self._finish()\n                if", "if", tests=(*BESIDE, *AWAY)),
-    Wait("update/update.py", "            self._catch_up()\n            with", "            with", tests=BESIDE),
-    Wait("engine/use.py", "        wait()\n        cut =", "        cut =", tests=IN_8_BITS),
-    Wait("comm/axis.py", "self.start_gather(full, shard, tag)()", "self.start_gather(full, shard, tag)", tests=HVP),
-    Wait("comm/axis.py", "            wait()\n            for group in", "            for group in"),
-    Wait("comm/axis.py", "        wait()\n        return out", "        return out", tests=ON_GLOO),
-    Wait("stores/memories.py", "(wait(), own)[1]", "own", tests=AWAY),
-    Wait("stores/memories.py", "(wait(), target)[1]", "target", tests=AWAY),
-    Wait("update/writing.py", "        finish_all(list(brought.values()))\n", "", tests=LEFT),
-    Wait("state/origin.py", "        self.origin.wait()\n        return tree", "        return tree", tests=LOADS),
-    Wait("state/origin.py", "        self.origin.wait()\n        there", "        there", tests=LOADS),
-    Wait(
+MUTANTS = [
+    Mutant("engine/schedule.py", "        wait()\n        return full, True", "        return full, True"),
+    Mutant("engine/schedule.py", "            wait()\n            hazards.poison", "            hazards.poison"),
+    Mutant("engine/schedule.py", "*[wait for _, wait in ahead.values()]])", "])"),
+    Mutant("engine/schedule.py", "finish_all([self.finish_reductions, *", "finish_all([*", tests=PULLBACKS),
+    Mutant("engine/schedule.py", "*[op.forget_ahead for op in calls], ", "", tests=HELD),
+    Mutant("engine/schedule.py", ", self._end_of_gathers])", "])", tests=PULLBACKS),
+    Mutant("engine/schedule.py", "            end()\n        raise", "            pass\n        raise", tests=HELD),
+    Mutant("engine/schedule.py", "        raise\n    end()\n", "        raise\n", tests=NOT_PULLED),
+    Mutant("engine/pullback.py", "  self._arriving.pop(key)()\n", "  self._arriving.pop(key)\n", tests=HELD),
+    Mutant("engine/pullback.py", "or schedule.refill(key, full))()", "or schedule.refill(key, full))"),
+    Mutant("engine/delivery.py", "        self.schedule.finish_reductions()\n        assert", "        assert"),
+    Mutant("engine/traversal.py", "        self.schedule.finish_reductions()\n", "", tests=TWICE),
+    Mutant("update/update.py", "        finish_all([*ends, self._finish, ", "        finish_all([*ends, ", tests=HELD),
+    Mutant("update/update.py", "self._finish()\n                if", "if", tests=(*BESIDE, *AWAY)),
+    Mutant("update/update.py", "            self._catch_up()\n            with", "            with", tests=BESIDE),
+    Mutant("engine/use.py", "        wait()\n        cut =", "        cut =", tests=IN_8_BITS),
+    Mutant("comm/axis.py", "self.start_gather(full, shard, tag)()", "self.start_gather(full, shard, tag)", tests=HVP),
+    Mutant("comm/axis.py", "            wait()\n            for group in", "            for group in"),
+    Mutant("comm/axis.py", "        wait()\n        return out", "        return out", tests=ON_GLOO),
+    Mutant("stores/memories.py", "(wait(), own)[1]", "own", tests=AWAY),
+    Mutant("stores/memories.py", "(wait(), target)[1]", "target", tests=AWAY),
+    Mutant("update/writing.py", "        finish_all(list(brought.values()))\n", "", tests=LEFT),
+    Mutant("state/origin.py", "        self.origin.wait()\n        return tree", "        return tree", tests=LOADS),
+    Mutant("state/origin.py", "        self.origin.wait()\n        there", "        there", tests=LOADS),
+    Mutant(
         "checkpoint/read.py",
         "            self.wait()\n        return out",
         "            pass\n        return out",
         tests=LOADS,
     ),
-    Wait("comm/backend.py", "        arrived()\n        for total", "        for total", tests=ON_PROCESSES),
-    Wait("comm/backend.py", "work.wait()\n        works", "pass\n        works", tests=ON_PROCESSES),
+    Mutant("comm/backend.py", "        arrived()\n        for total", "        for total", tests=ON_PROCESSES),
+    Mutant("comm/backend.py", "work.wait()\n        works", "pass\n        works", tests=ELSEWHERE),
+    Mutant("graph/run.py", "x.zero_() if traversal.mask.masked else x", "x", tests=MASKED),
+    Mutant("graph/run.py", "        traversal.schedule.used.update(program.uses)\n", "", tests=AS_THEY_COME),
+    Mutant("graph/program.py", "if seeds and region.draws[pulls] else None", "if seeds else None", tests=DRAWING),
+    Mutant("graph/signatures.py", "leaf.signature, place, *others", "leaf.signature, *others", tests=PLACES),
+    Mutant("graph/regions.py", "tuple(wanted), now\n", "tuple(wanted)\n", tests=AROUND),
+    Mutant("update/differentiable.py", "if due is True else applied & due", "if due is True else due", tests=SLOW),
+    Mutant("update/fused.py", "state, grads, self.times)", "state, grads, 1.0)", tests=THIRDS),
 ]
 
 
-def mutated(text: str, wait: Wait) -> str:
-    parts = text.split(wait.text)
-    place = wait.which + 1
-    assert len(parts) > place, f"{wait.text!r} is not there {place} times: bring tests/mutants.py up to date"
-    return wait.text.join(parts[:place]) + wait.instead + wait.text.join(parts[place:])
+def mutated(text: str, own: Mutant) -> str:
+    parts = text.split(own.text)
+    place = own.which + 1
+    assert len(parts) > place, f"{own.text!r} is not there {place} times: bring tests/mutants.py up to date"
+    return own.text.join(parts[:place]) + own.instead + own.text.join(parts[place:])
 
 
-def survives(number: int, wait: Wait) -> bool:
-    """Whether all tests pass without this wait."""
+def survives(number: int, own: Mutant) -> bool:
+    """Whether all tests pass with this one."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         for name in ("fzero", "tests", "pyproject.toml", "examples", "benchmarks"):
             source = ROOT / name
             copy = shutil.copytree if source.is_dir() else shutil.copy
             copy(source, Path(folder) / name)  # type: ignore[operator]
-        target = Path(folder) / "fzero" / wait.file
-        target.write_text(mutated(target.read_text(), wait))
+        target = Path(folder) / "fzero" / own.file
+        target.write_text(mutated(target.read_text(), own))
         paths = os.pathsep.join([folder, str(Path(folder) / "tests")])
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--timeout=120", *wait.tests],
+            [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--timeout=120", *own.tests],
             cwd=folder,
             env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
             capture_output=True,
@@ -115,16 +131,16 @@ def survives(number: int, wait: Wait) -> bool:
         raise RuntimeError(f"pytest exited with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
     found = next((line for line in lines if line.startswith("FAILED")), lines[-1] if lines else "")
     word = "SURVIVES" if done.returncode == 0 else "found   "
-    said = f"{number:2} {wait.file}: {wait.text.strip().splitlines()[0]}"
+    said = f"{number:2} {own.file}: {own.text.strip().splitlines()[0]}"
     print(f"{word} {time.monotonic() - started:5.0f} s  {said:<90}  {found[:140]}", flush=True)
     return done.returncode == 0
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="mutants", description=__doc__)
-    parser.add_argument("--only", type=int, nargs="+", help="the numbers of the waits", default=range(len(WAITS)))
+    parser.add_argument("--only", type=int, nargs="+", help="the numbers of the mutants", default=range(len(MUTANTS)))
     options = parser.parse_args()
-    return int(any([survives(number, WAITS[number]) for number in options.only]))
+    return int(any([survives(number, MUTANTS[number]) for number in options.only]))
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def kind_of(func: Function) -> Kind:
         tuple(targets),
         tuple([(i, a.name) for i, a in enumerate(arguments) if name in _STATISTICS and a.name in _SWITCHES]),
         name in _SHAPES_ONLY,
-        torch.Tag.nondeterministic_seeded in func.tags,
+        torch.Tag.nondeterministic_seeded in func.tags and not name.endswith("_backward"),  # given its forward's seed
         tuple([(i, a.name) for i, a in enumerate(arguments) if a.name in ("dropout_p", "dropout")]),
     )
 

@@ -194,7 +194,7 @@ def _pulled(
     given = [*held, *[c.contiguous() for c in cotangents]]
     if not retain_graph:
         held.clear()
-    with private.without_autocast(), seeded(calls.seeds[0] if program.traced.draws[1] else None):
+    with private.without_autocast():
         found = program.pullback(given, calls)
     made = zip(found, metas, strict=False)
     return {}, [torch.zeros(own[0], dtype=own[1], device=own[2]) if x is None else x for x, own in made]

@@ -21,6 +21,10 @@ OWN_GENERATOR = (
     "jit: the function draws from a generator of its own, which a graph would go on with from call to call. Draw from "
     "torch's default one, or give the numbers as an input."
 )
+DRAWS_TWICE = (
+    "jit: a unit draws random numbers, and so does the backward of an operation in it (torch.autograd.Function), and "
+    "its forward is recomputed (fz.remat): a graph has one stream for both. Leave fz.remat or jit out."
+)
 READS_MADE = (
     "jit: a unit or step{} reads a tensor that the function around it made or was given, as from a closure, a default "
     "argument, a list or an attribute. Pass it as an argument of the unit or step."
@@ -44,7 +48,7 @@ class Traced:
         saved: for each tensor that the pullback is given first, its place: among the outputs of the forward (from 0),
             or among its inputs (from -1 down).
         reached: for each differentiated primal, and for what else is, whether its cotangent is there.
-        draws: whether the forward, and the pullback, draw random numbers.
+        draws: whether the forward draws random numbers, and the pullback those of the forward again.
     """
 
     forward: GraphModule
@@ -220,6 +224,9 @@ def _parted(
             continue
         own.add(node)
         todo += node.all_input_nodes
+    again_drawn = any(draws(n) and n not in after for n in own)
+    if again_drawn and any(draws(n) and n in after for n in own):
+        raise ValueError(DRAWS_TWICE)
     held = [n for n in nodes if n in saved]
     out_of = {n: i for i, n in reversed([*enumerate(outs)])}
     apart = [n for n in held if n.op != "placeholder" and n not in out_of]
@@ -234,7 +241,7 @@ def _parted(
         real=tuple(real),
         saved=tuple(numbers[n] if n in numbers else places[n] for n in held),
         reached=tuple(isinstance(x, Node) for x in grads),
-        draws=(any(map(draws, forward)), any(draws(n) for n in own)),
+        draws=(any(map(draws, forward)), again_drawn),
     )
 
 

@@ -196,7 +196,6 @@ class UnitRegions(Traversal, Regions):
     def _known(self, op: CalledOp, operands: Sequence[torch.Tensor], wanted: Sequence[int], count: int) -> Traced:
         """The region of a call, which may have been traced for another one that is alike."""
         signature, flat = op.signature, op._flat
-        groups = [self.layout.groups[key] for key in signature.keys]
         numbers = {key: i for i, key in enumerate(signature.keys)}
         forms = [
             (numbers[x.key], self.layout.key_of[x.path][1].offset, tuple(x.shape))
@@ -207,9 +206,8 @@ class UnitRegions(Traversal, Regions):
             for x in flat
         ]
         metas = [meta_of(x) for x in operands]
-        sizes = [group.split_sizes for group in groups]
         own = signature.remat, signature.names, signature.grad
-        rest = *map(tuple, (forms, metas, sizes, wanted)), op._spec, ambient_of(self.device), own
+        rest = *map(tuple, (forms, metas, wanted)), op._spec, ambient_of(self.device), own
         acts = op._notes is not None and bool(op._notes.first.acting)  # units may do other things with slices
         which = Identity(op) if noting() is not None else Identity(op._eager) if acts else form_of(op._eager)
         key = which, *rest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
@@ -102,19 +103,28 @@ def test_segments_are_used_again() -> None:
         assert written <= 3 and read <= 3
 
 
-def moved_elsewhere(rank: int) -> tuple[bool, list[float]]:
+def moved_elsewhere(rank: int) -> tuple[bool, list[list[float]], list[list[float]]]:
+    """Each rank in turn sends last, when all others wait for it already."""
     group, here = backend.world(), same_host.AVAILABLE
     assert group is not None
     same_host.AVAILABLE = here and rank != 1
-    full = torch.empty(6000)
-    backend.start_all_gather(full, torch.full((2000,), float(rank)), group, 1)()
+    gathered, summed = [], []
+    for slow in range(3):
+        full, total = torch.full((6000,), math.nan), torch.full((2000,), math.nan)
+        time.sleep(0.2 if rank == slow else 0)
+        backend.start_all_gather(full, torch.full((2000,), float(rank)), group, 1)()
+        gathered.append(full[::2000].tolist())
+        time.sleep(0.2 if rank == slow else 0)
+        backend.start_reduce_scatter(torch.full((6000,), float(rank)), total, group, 2, 1)()
+        summed.append(total[::1000].tolist())
     same_host.AVAILABLE = here
-    return backend._neighbours[group] is None, full[::2000].tolist()
+    return backend._neighbours[group] is None, gathered, summed
 
 
 def test_one_of_another_machine() -> None:
     """All ranks are told, and stay with gloo."""
-    assert run_ranks(moved_elsewhere, 3, backend="processes") == [(True, [0.0, 1.0, 2.0])] * 3
+    expected = True, [[0.0, 1.0, 2.0]] * 3, [[3.0, 3.0]] * 3
+    assert run_ranks(moved_elsewhere, 3, backend="processes") == [expected] * 3
 
 
 def moved(rank: int) -> tuple[bool, list[float], list[float]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -251,6 +252,15 @@ def test_the_component_of_what_it_returns() -> None:
     assert fast.traces == 1
 
 
+def test_states_of_two_components_in_other_places() -> None:
+    first, second = STEP.init(PARAMS), STEP.init(PARAMS)
+    fast = fz.jit(lambda *states: [STEP(state, X, Y)[0] for state in states], backend="graph")
+    for states in [(first, second, first), (first, second, second)] * 2:
+        for new, old in zip(fast(*states), states, strict=True):
+            grads, _ = STEP.vjp(old, X, Y)[1](torch.ones((), dtype=F64))
+            STEP.update(new, grads)  # which takes those of its own component only
+
+
 def test_the_tenth_trace_is_said() -> None:
     fast = fz.jit(lambda x, n: x.sum() * n, backend="graph")
     for rows in range(9):
@@ -308,3 +318,31 @@ def test_a_rate_that_is_a_number_of_python_is_a_tensor_in_metrics() -> None:
         assert_trees_close(fast(lr)[1], trained(lr)[1])
         assert isinstance(fast(lr)[1]["lr"], torch.Tensor)
     assert fast.traces == 1
+
+
+def test_two_calls_of_a_step_with_something_else_around_them() -> None:
+    """A variable that its loss closes over has another value, or autocast is on: they share no region."""
+    factor, params = 1.0, {"w": drawn(4, 4).float()}
+    step = fz.train_step(lambda p, x: (x @ p["w"] * factor).float().square().mean(), fz.sgd(0.1))
+
+    def trained(state: fz.TrainState, x: torch.Tensor) -> fz.TrainState:
+        nonlocal factor
+        for factor, casts in ((1.0, False), (3.0, False), (1.0, True), (1.0, False)):  # noqa: B007 - the step reads it
+            with torch.autocast("cpu", torch.bfloat16, enabled=casts):
+                state, _ = step(state, x)
+        return state
+
+    fast, state, x = fz.jit(trained, backend="graph"), step.init(params), drawn(3, 4).float()
+    for _ in range(2):
+        assert_trees_close(fast(state, x).params, trained(state, x).params, rtol=1e-5)
+    assert len({node.args[1] for node in fast.graph(state, x).graph.nodes if "region" in str(node.target)}) == 3
+
+
+def test_slow_weights_do_not_move_at_an_update_that_is_skipped() -> None:
+    step = fz.lookahead(STEP, 2)
+    state, _ = step(step.init(PARAMS), X, Y)  # the next one is due
+    fast = fz.jit(lambda state, x: step(state, x, Y), backend="graph")
+    for x in (X, X, X * math.inf, X):
+        (got, _), (want, _) = fast(state, x), step(state, x, Y)
+        assert_trees_close((got.params, got.extra), (want.params, want.extra), rtol=1e-12)
+        assert got.step == want.step == 1 + math.isfinite(x.sum())

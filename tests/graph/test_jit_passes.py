@@ -13,6 +13,7 @@ from fzero.base.thread_state import without_values
 from fzero.graph import of_torch, operators
 from fzero.graph.trace import Traced, trace
 from fzero.kernels import build
+from fzero.testing import LiveBytes
 
 F64 = torch.float64
 needs_compiler = pytest.mark.skipif(build.compiler() is None, reason="needs a C++ compiler")
@@ -50,6 +51,29 @@ def test_a_pullback_computes_again_what_is_cheap() -> None:
 def test_what_is_drawn_is_kept() -> None:
     made = traced(lambda x: torch.nn.functional.dropout(x, 0.5) * x, torch.randn(100), fuses=True)
     assert not made.draws[1]
+
+
+class Looking(LiveBytes):
+    looks = True  # so that graphs run
+
+
+def test_a_fused_update_takes_each_gradient_as_it_comes() -> None:
+    width, blocks = 64, 16
+    own = fz.unit(lambda p, x: torch.tanh(x @ p["w"]))
+
+    def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+        for q in p["blocks"]:
+            x = own(q, own(q, x))
+        return x.square().mean()
+
+    step = fz.jit(fz.donate(fz.fuse_update(fz.train_step(loss, fz.sgd(0.1)))), backend="graph")
+    params = {"blocks": [{"w": torch.randn(width, width) / 8} for _ in range(blocks)]}
+    state, x = step.init(params), torch.ones(2, width)
+    for _ in range(2):
+        state, _ = step(state, x)
+    with fz.testing.hazards(None), Looking() as live:
+        step(state, x)
+    assert live.peak <= 6 * width * width * 4, "some units' gradients, of 16"
 
 
 @needs_compiler

@@ -9,6 +9,7 @@ import itertools
 import math
 import types
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -97,6 +98,44 @@ def test_modules_of_one_class_that_compute_differently() -> None:
     compare(lambda p, x: apply(p, x).square().mean(), params)
 
 
+class Noisy(torch.autograd.Function):
+    """Noise on a cotangent."""
+
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(*_: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return cotangent + torch.randn_like(cotangent)
+
+
+@pytest.mark.parametrize("where", ["function", "unit", "unit-with-dropout", "remat", "remat-with-dropout"])
+def test_a_backward_that_draws(where: str) -> None:
+    """Its numbers come from torch's default generator, as in a step without a graph."""
+    drop = functools.partial(F.dropout, p=0.5) if "dropout" in where else lambda x: x
+
+    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+        noisy = fz.unit(lambda p, x: Noisy.apply(drop(torch.tanh(x @ p["w"]))))
+        x = through(unit if where == "function" else noisy)(p, x)
+        return Noisy.apply(x) if where == "function" else x
+
+    step = fz.train_step(fn, fz.sgd(1e-2))
+    step = fz.remat(step) if "remat" in where else step
+    fast, states = jit(step), [step.init(PARAMS), step.init(PARAMS)]
+    refused = pytest.raises(ValueError, match="one stream for both") if where == "remat-with-dropout" else nullcontext()
+    with refused:
+        for i in range(3):
+            for j, each in enumerate((step, fast)):
+                torch.manual_seed(i)
+                states[j], _ = each(states[j], drawn(3, 4, seed=i))
+            assert_trees_equal(*[fz.gather(state.params) for state in states])
+
+
 @pytest.mark.parametrize("used", [*itertools.product((False, True), repeat=3)])
 def test_a_unit_that_leaves_operands_unused(used: tuple[bool, ...]) -> None:
     @fz.unit
@@ -121,6 +160,18 @@ def test_a_microbatch_without_examples(loss: Any) -> None:
     states = [step.init(PARAMS), step.init(PARAMS)]
     for _ in range(2):
         (states[0], want), (states[1], got) = step(states[0], drawn(2, 4)), jit(step)(states[1], drawn(2, 4))
+        assert_trees_equal({**want}, {**got})
+    assert_trees_equal(*map(fz.gather, [state.params for state in states]))
+
+
+def test_a_microbatch_of_weight_zero_whose_gradients_are_nan() -> None:
+    fn = lambda p, x: through(unit)(p, x) / x.count_nonzero()
+    step = fz.accumulate(fz.train_step(fn, fz.adamw(1e-2)), 2, weights=torch.count_nonzero)
+    x = torch.cat([drawn(2, 4), torch.zeros(2, 4, dtype=F64)])
+    fast, states = jit(step), [step.init(PARAMS), step.init(PARAMS)]
+    for _ in range(2):  # the first one is without a graph
+        (states[0], want), (states[1], got) = step(states[0], x), fast(states[1], x)
+        assert not want["skipped"]
         assert_trees_equal({**want}, {**got})
     assert_trees_equal(*map(fz.gather, [state.params for state in states]))
 

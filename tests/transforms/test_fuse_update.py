@@ -116,6 +116,18 @@ def test_fused_has_the_bits_of_the_step_without_it(
 
 
 @pytest.mark.parametrize("norm", ["auto", "twice", "held"])
+def test_thirds_that_16_bits_do_not_hold(norm: str) -> None:
+    """The share of a loss of three microbatches."""
+    x, y = [torch.cat([own] * 3) for own in scenarios.vector_batches(1, dtype=F32)[0]]
+    step = fz.accumulate(fz.train_step(lambda p, x, y: plain(p, x, y).to(BF16), fz.sgd(1e-2)), 3)
+    results = []
+    for each in (step, fz.fuse_update(step, norm)):
+        state, metrics = each(each.init(scenarios.stack(dtype=F32)[1]), x, y)
+        results.append((metrics, fz.gather(state.params)))
+    assert_trees_equal(*results)
+
+
+@pytest.mark.parametrize("norm", ["auto", "twice", "held"])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_what_is_not_finite_is_skipped(stage: int, norm: str) -> None:
     """A loss that is not finite skips the update; a gradient too, or of it those elements, where nothing is known."""
