@@ -143,8 +143,8 @@ def _lead(folder: Folder, snapshot: Snapshot, board: Board, then: Callable[[], N
                 )
             if then is not None and before != set():
                 raise FileExistsError(
-                    f"{folder.path}: another run has saved there at the same time. Give each run its own folder, and so "
-                    "each rank whose step is not sharded."
+                    f"{folder.path}: another run has saved there at the same time. Give each run its own folder, and "
+                    "each rank, if its step is not sharded."
                 )
             if folder.guarded:
                 _clear(folder, before)
