@@ -179,7 +179,7 @@ def begin(
         folder_for: gives the path; that of rank 0 counts.
         among: the folder that the ranks must agree on, where that is not the path itself.
         beside: whether training goes on meanwhile.
-        then: what rank 0 does once the checkpoint is whole.
+        then: what rank 0 does once the checkpoint is whole, where its folder is to be a new one.
     """
     if not isinstance(state, TrainState):
         raise wrong(f"fz.{who}", "state", state, "what step.init or a step returned")

@@ -141,6 +141,11 @@ def _lead(folder: Folder, snapshot: Snapshot, board: Board, then: Callable[[], N
                     f"{folder.path}/{NAME}: got a file that no save has written, expected none or a checkpoint's. Move "
                     "it elsewhere, or save into a folder of your own."
                 )
+            if then is not None and before != set():
+                raise FileExistsError(
+                    f"{folder.path}: another run has saved there at the same time. Give each run its own folder, and "
+                    "each rank, if its step is not sharded."
+                )
             if folder.guarded:
                 _clear(folder, before)
             board.post("begun", _WELL)

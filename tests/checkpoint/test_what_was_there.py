@@ -137,3 +137,15 @@ def test_going_back_while_a_save_is_under_way(tmp_path: Path, times: int) -> Non
     assert kept.restore(step) is not None  # which finds that one, or does not yet
     saving.wait()
     kept.save(state)
+
+
+def test_two_runs_that_save_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both have looked before one of them wrote: the later one does not write over what the other has just saved."""
+    first, second = fz.Checkpoints(tmp_path), fz.Checkpoints(tmp_path)
+    assert first.restore(STEP) is second.restore(STEP) is None
+    monkeypatch.setattr(second, "_names", list)  # what it saw then
+    first.save(state_of(), extra="of the first")
+    with pytest.raises(FileExistsError, match="000001-update-1: another run has saved there at the same time"):
+        second.save(state_of(), extra="of the second")
+    found = first.restore(STEP)
+    assert found is not None and found[1] == "of the first"
