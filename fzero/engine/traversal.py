@@ -36,7 +36,6 @@ current: contextvars.ContextVar[Traversal | None] = variable("traversal", None)
 # where no run is current, in a unit, whose leaves are full tensors there: the run, and id of a leaf -> its index
 known: contextvars.ContextVar[tuple[Traversal, Mapping[int, int]] | None] = variable("known_leaves", None)
 T = TypeVar("T")
-_SMALL = 1 << 13  # elements of groups that share a node: their cotangents wait for each other, which no plan counts
 Present = Mapping["tuple[Traversal, int]", torch.Tensor]  # by run and index
 # the leaves that the unit that is running has; None outside of units
 here: contextvars.ContextVar[Present | None] = variable("here", None)
@@ -119,7 +118,7 @@ class Traversal:
                     self._full_leaves(out, (key,), map(torch.ops.aten.alias, self.begins[key]))
                 else:
                     apart.append(key)
-        for keys in self._small_together(apart):
+        for keys in self._together(apart):
             self._full_leaves(out, keys, _full(self, keys, *[self.tokens[key] for key in keys]))
         return [out[index] for index in range(len(self.layout.rows))]
 
@@ -130,21 +129,17 @@ class Traversal:
             out[slot.leaf] = view
             self.origins[id(view)] = slot.leaf
 
-    def _small_together(self, keys: Iterable[Key]) -> Iterator[tuple[Key, ...]]:
-        """Groups that share a node: small ones that nothing is sent of, as a node costs more than they do."""
-        level, together, size = private.level(), dict[bool, list[Key]](), dict[bool, int]()
+    def _together(self, keys: Iterable[Key]) -> Iterator[tuple[Key, ...]]:
+        """Groups that share a node, where nothing is sent of them: small ones, and those that need no cotangent."""
+        level, moving, still = private.level(), list[Key](), list[Key]()
         for key in keys:
-            numel, moves = self.layout.groups[key].numel, self.tokens[key].requires_grad
-            if level or self.uses[key].axis.ranks > 1 or numel > _SMALL:
+            if level or self.uses[key].axis.ranks > 1:
                 yield (key,)
-                continue
-            own = together.setdefault(moves, [])
-            size[moves] = size.get(moves, 0) + numel
-            if size[moves] > _SMALL and own:
-                yield tuple(own)
-                together[moves], size[moves] = [], numel
-            together[moves].append(key)
-        yield from (tuple(own) for own in together.values())
+            else:
+                (moving if self.tokens[key].requires_grad else still).append(key)
+        small = self.layout.together(moving)
+        yield from ((key,) for key in moving if key not in small)
+        yield from (tuple(own) for own in (small, still) if own)
 
     def depth(self) -> int:
         """Counts what goes on through an operation of the function: levels of torch.func, and plain autograd."""

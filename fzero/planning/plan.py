@@ -75,8 +75,8 @@ class Plan:
         moved: bytes that a step moves: `moved["host"]` is (to the device, from the device), `moved["disk"]` is (read,
             written). It counts params, grads and moments, with each unit run once; not activations.
         peak: the most that a step needs, by memory ("device", "host", "disk"), without activations: the state (twice,
-            without `fz.donate`), full params of the root and two units, full gradients of one unit, and what an update
-            needs. `fz.Disk(in_flight=...)` comes on top.
+            without `fz.donate`), full params of the root and two units, full gradients of one unit and of small ones
+            that are pulled back together, and what an update needs. `fz.Disk(in_flight=...)` comes on top.
         activations: with `inputs=`, what units keep for their pullback and what they may keep instead. Counted for one
             rank with whole params, and one microbatch.
         flops: with `inputs=`, FLOPs of a microbatch's forward and pullback, without recomputation. They count matrix

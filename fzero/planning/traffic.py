@@ -17,7 +17,7 @@ from fzero.planning.update import Taken
 from fzero.state.moments import init_extras, init_moments
 from fzero.state.placing import memory_of
 from fzero.state.sharded import Sharded, group_of, is_sharded, trees_of
-from fzero.state.squares import ROW, ROWS
+from fzero.state.squares import ROW, ROWS, SMALL
 from fzero.stores.blocks import rounded
 from fzero.stores.memories import DEVICE, HOST, name_of
 from fzero.table.layout import Key, Layout
@@ -202,22 +202,20 @@ def peak(
         gathered: unit -> bytes of its full params, where they are made for each use.
     """
     units = [nbytes for unit, nbytes in gathered.items() if unit != ROOT]
-    cotangents = collections.Counter[str]()
-    for key in layout.trainable:
-        group = layout.groups[key]
-        cotangents[key.unit] += group.numel * group.row.policy.wire.itemsize
-    runs = gathered.get(ROOT, 0) + sum(heapq.nlargest(2, units)) + max(cotangents.values(), default=0)
+    runs = gathered.get(ROOT, 0) + sum(heapq.nlargest(2, units)) + _cotangents(step, layout)
     runs += max(_reducing(step, layout).values(), default=0)
-    runs += _measuring(layout) if step.fusion else 0
+    one, small = _measuring(layout)
+    runs = runs + one if step.fusion else max(runs, small)
+    after = max(made.after, small) if LEAF_NORMS in step.metrics else made.after
     updating, several = _updating(step, pieces), step.microbatches.count
     if not step.fusion:
-        updating[DEVICE] += max(made.nbytes, made.after)
+        updating[DEVICE] += max(made.nbytes, after)
         if several == 1:
             updating[DEVICE] = max(updating[DEVICE], _taken(DEVICE, pieces) + runs)
     elif _holds(step) == "held":  # its next state is made before all is pulled back
-        updating[DEVICE] += max(made.nbytes, made.after, runs)
+        updating[DEVICE] += max(made.nbytes, after, runs)
     else:  # while others are pulled back, or brought
-        updating[DEVICE] += max(made.nbytes + runs, made.after)
+        updating[DEVICE] += max(made.nbytes + runs, after)
     if several == 1:
         return updating
     sums, whole = _sums(layout)
@@ -235,6 +233,25 @@ def peak(
         adding[memory] += 2 * sum(sizes) + (max(sizes, default=0) if memory != DEVICE else 0)
     adding[DEVICE] -= 0 if step.fusion else _added(step, layout)
     return updating if step.fusion and several == 2 else {m: max(updating[m], adding[m]) for m in MEMORIES}
+
+
+def _cotangents(step: Spec, layout: Layout) -> int:
+    """Bytes of full cotangents: those of the groups that share a node, which wait for each other, and of one unit."""
+    acting, several = step.table(layout).acting, step.microbatches.count > 1
+    rows = {key: layout.groups[key].row for key in layout.trainable if key.unit not in acting}
+    small = layout.together(
+        [key for key, row in rows.items() if layout.shards == 1 or (several and row.grads and not row.grads.cuts)]
+    )
+    out, waiting = collections.Counter[str](), 0
+    for key in layout.trainable:
+        group = layout.groups[key]
+        policy = group.row.policy
+        assert policy.compute
+        if key in small:
+            waiting += group.numel * policy.compute.itemsize
+        if key not in small or policy.wire != policy.grad:
+            out[key.unit] += group.numel * policy.wire.itemsize
+    return waiting + max(out.values(), default=0)
 
 
 def _reducing(step: Spec, layout: Layout) -> collections.Counter[str]:
@@ -263,10 +280,18 @@ def _reducing(step: Spec, layout: Layout) -> collections.Counter[str]:
     return out
 
 
-def _measuring(layout: Layout) -> int:
-    """Bytes that it takes to measure one group's grads as they come."""
-    own = [layout.shard_numel(key) for key in layout.trainable if layout.groups[key].row.policy.grad == torch.bfloat16]
-    return torch.float32.itemsize * min(ROWS * ROW, max(own, default=0))
+def _measuring(layout: Layout) -> tuple[int, int]:
+    """Bytes that it takes to measure one group's grads as they come; and all at once, small ones in one buffer."""
+    one = small = 0
+    for key in layout.trainable:
+        numel, grad = layout.shard_numel(key), layout.groups[key].row.policy.grad
+        assert grad
+        if numel <= SMALL:  # and its rows' norms in float64
+            own = numel * grad.itemsize + numel // 8
+            one, small = max(one, own), small + own
+        elif grad == torch.bfloat16:
+            one = max(one, torch.float32.itemsize * min(ROWS * ROW, numel))
+    return one, max(one, small)
 
 
 def _taken(memory: str, pieces: Iterable[Piece]) -> int:

@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -18,6 +18,7 @@ from fzero.base import pages, private
 from fzero.formats.formats import ALIGN, Format
 from fzero.table.rows import Row, Rule, Table
 
+_TOGETHER = 1 << 20  # elements of all groups that share a node
 _SMALL = 1 << 16  # elements, up to which one operation on all of a buffer costs less than some on parts
 
 
@@ -231,6 +232,17 @@ class Layout:
     def trainable(self) -> tuple[Key, ...]:
         """The keys of the groups that are differentiated and updated."""
         return tuple(key for key, group in self.groups.items() if not group.row.frozen)
+
+    def together(self, keys: Iterable[Key]) -> dict[Key, int]:
+        """Those of some groups that share a node of autograd, as a node costs more than they do, and their elements.
+
+        Their cotangents wait for each other.
+        """
+        room, out = _TOGETHER, dict[Key, int]()
+        for key in keys:
+            if (numel := self.groups[key].numel) < _SMALL and numel <= room:
+                out[key], room = numel, room - numel
+        return out
 
     @cached_property
     def keeping(self) -> tuple[Key, ...]:

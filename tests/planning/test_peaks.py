@@ -109,6 +109,9 @@ def taken(make: Any, params: Any, world: int, rows: int = 1) -> int:
 @example_in_turns(4, "muon", 3, 2, True, "auto", "moments", 1, 4, 120)
 @example_in_turns(4, "adamw", 0, 1, True, None, None, 2, 4, 120)
 @example_in_turns(4, "adamw", 2, 2, True, "held", None, 4, 4, 120)
+@example_in_turns(4, "sgd, clipped", 0, 1, True, "held", None, 1, 4, 120)
+@example_in_turns(4, "sgd", 1, 2, True, None, None, 4, 5, 120)
+@example_in_turns(4, "sgd", 0, 1, True, None, None, 1, 12, 24)
 @given(
     optimizer=st.sampled_from(sorted(OPTIMIZERS)),
     stage=st.integers(0, 3),
