@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from fzero.base.ambient import Ambient
 from fzero.base.node import Node, Op, Tensors, apply
 
 NODES = 50
@@ -36,7 +37,7 @@ def seconds(applied: Callable[..., Tensors]) -> float:
 
     def chain(x: torch.Tensor) -> torch.Tensor:
         for _ in range(NODES):
-            (x,) = applied(AddOne(lambda y: (y + 1,), None, "cpu"), [0], x)
+            (x,) = applied(AddOne(lambda y: (y + 1,), None, Ambient("cpu")), [0], x)
         return x
 
     begun, x = time.process_time(), torch.ones(8, requires_grad=True)

@@ -76,7 +76,8 @@ class UnitOp(PulledOp):
         for key in self.keys:
             if traversal.uses[key].axis.ranks > 1:
                 self.reduced = len(self.keys)
-        self.recompute = signature.recomputes and not (signature.looks and looking.get() is not None)
+        # a derivative of a derivative recomputes anyway: keep no graph for it
+        self.recompute = signature.nested or (signature.remat and not (signature.looks and looking.get() is not None))
         self._flat, self._spec, self._around, self._notes = flat, spec, around, notes.get()
         self._noted = marks_of(self._notes, [flat[place] for place in signature.tensors]) if self._notes else ()
         self._fulls, self._arriving, self.wanted = {}, {}, signature.wanted

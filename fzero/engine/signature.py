@@ -86,9 +86,7 @@ class Signature:
         self.unit = self.keys[0].unit if keys else unit_of(traversal, flat)
         self.name = f"unit {self.unit!r}"
         self.compiles = any(row.compile for row in rows)
-        # a derivative of a derivative recomputes anyway: keep no graph for it
-        self.nested = self.depth > 1
-        self.recomputes = self.nested or any(row.remat for row in rows)
+        self.remat, self.nested = any(row.remat for row in rows), self.depth > 1
         self.memory = next((row.activations for row in rows if row.activations != DEVICE), DEVICE)
         self.names = next((row.names for row in rows if row.names != NO_NAMES), NO_NAMES)
         self.named = self.names != NO_NAMES

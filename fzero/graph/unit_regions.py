@@ -171,8 +171,7 @@ class UnitRegions(Traversal, Regions):
         carriers = changing((args, kwargs))
         signature = Signature(self, fn, flat, spec, False, bool(carriers), False)
         op = CalledOp.__new__(CalledOp)
-        op.traversal, op.signature, op.unit, op._eager = self, signature, signature.unit, fn
-        op.name = f"unit {signature.unit!r}"
+        op.traversal, op.signature, op.name, op._eager = self, signature, signature.name, fn
         fulls = [self.full(key) for key in signature.keys]
         tensors: list[Any] = [flat[place] for place in signature.tensors]
         op._flat, op._spec, op._notes, op._noted = flat, spec, notes.get(), marks_of(notes.get(), tensors)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from fzero.base.ambient import Ambient
 from fzero.base.node import Op, active, apply, direct, gradients
 
 X = torch.tensor([0.3, -1.2], dtype=torch.float64)
@@ -27,7 +28,7 @@ def plainly(fn: Any, *tensors: torch.Tensor) -> Any:
 
 
 def as_a_node(fn: Any, *tensors: torch.Tensor) -> Any:
-    return apply(Op(fn, None, "cpu"), active(tensors), *tensors)
+    return apply(Op(fn, None, Ambient("cpu")), active(tensors), *tensors)
 
 
 def complex_inputs(run: Run, x: torch.Tensor) -> torch.Tensor:
