@@ -215,7 +215,7 @@ class Apply:
                 out = self._run(own, units, names, params, args, kwargs)
         return (out, new) if self._carries and not self._evaluates else out
 
-    def _run(self, own: _Copy, units: Mapping[str, Params], names: _Names, params: Params, *given: Any) -> object:
+    def _run(self, own: _Copy, units: Mapping[str, Params], names: _Names, params: Params, *given: object) -> object:
         if ROOT in units:  # the whole module is one unit
             root, given = own.root, (units[ROOT], *given)
             fast = lambda: root.fast if own.untouched.proven else root.call
