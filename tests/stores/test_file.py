@@ -241,7 +241,7 @@ def test_room_is_given_back_whatever_happens(folder: Folder, disk: Disk, writes:
     with pytest.raises(OSError):
         failed.written()
     folder.start_write(some(2), "x", disk).written()
-    assert folder.shared.room.taken == 0
+    until(lambda: folder.shared.room.taken == 0)  # the dropped one may end last
 
 
 # ---- what cannot be written
