@@ -233,15 +233,15 @@ class Layout:
         """The keys of the groups that are differentiated and updated."""
         return tuple(key for key, group in self.groups.items() if not group.row.frozen)
 
-    def together(self, keys: Iterable[Key]) -> dict[Key, int]:
-        """Those of some groups that share a node of autograd, as a node costs more than they do, and their elements.
+    def together(self, keys: Iterable[Key]) -> dict[Key, None]:
+        """Those of some groups that share a node of autograd, in order, as a node costs more than they do.
 
         Their cotangents wait for each other.
         """
-        room, out = _TOGETHER, dict[Key, int]()
+        room, out = _TOGETHER, dict[Key, None]()
         for key in keys:
             if (numel := self.groups[key].numel) < _SMALL and numel <= room:
-                out[key], room = numel, room - numel
+                out[key], room = None, room - numel
         return out
 
     @cached_property
