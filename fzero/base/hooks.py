@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
@@ -47,6 +48,20 @@ def registered() -> int:
     Such a hook may change what is pulled back by it, and shows in no other way.
     """
     return RemovableHandle.next_id
+
+
+def before(x: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+    """Has a hook of this library's called before a tensor's cotangent is pulled back, and before others' hooks.
+
+    `x.register_hook` takes ten times as long, and is counted by `registered`.
+    """
+    held = x._backward_hooks
+    if held is None:
+        x._backward_hooks = collections.OrderedDict[object, object]({hook: hook})
+        x.grad_fn._register_hook_dict(x)  # type: ignore[union-attr]
+    else:
+        held[hook] = hook
+        held.move_to_end(hook, last=False)
 
 
 _OUTSIDE = "torch.func transforms don't support saved tensor hooks outside a unit."

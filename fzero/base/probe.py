@@ -11,11 +11,12 @@ TESTED = ("2.11", "2.13", "2.15")  # that tests ran with: `make test-torch`
 
 # by what has them; without those that torch loads late (its compilers, fake tensors), which name themselves
 NAMES: Mapping[str, str] = {
-    "torch.Tensor": "_version",
+    "torch.Tensor": "_backward_hooks _version",
     "torch._C": """
         DispatchKey.ADInplaceOrView DispatchKey.FuncTorchGradWrapper DispatchKeySet DisableTorchFunction
         DisableTorchFunctionSubclass _DisableTorchDispatch _ExcludeDispatchKeyGuard _SetExcludeDispatchKeyGuard
-        _FunctionBase._set_sequence_nr _InferenceMode _TorchDispatchModeKey.FAKE _TorchDispatchModeKey.PROXY
+        _FunctionBase._register_hook_dict _FunctionBase._set_sequence_nr
+        _InferenceMode _TorchDispatchModeKey.FAKE _TorchDispatchModeKey.PROXY
         _get_torch_function_state _set_grad_enabled _set_torch_function_state _current_autograd_node
         _current_graph_task_id _disabled_torch_dispatch_impl _dispatch_get_all_op_names
         _dispatch_has_kernel_for_dispatch_key _dispatch_keys _dispatch_keyset_full_after

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 
-from fzero.base import collecting, pytree, refusals, texts
+from fzero.base import collecting, private, pytree, refusals, texts
 from fzero.base.carriers import VALUES, changing, flatten, flatten_first, map_changing
 from fzero.base.context import during, in_function
 from fzero.base.node import Op
@@ -150,6 +150,15 @@ class CalledOp(Op):
             what = "closes over a tensor that was computed inside a torch.func transform, which has ended"
             return refusal(self.name.capitalize(), Impure(what, None, "Give it to the call as an argument."), None)
         return error
+
+    def _refuse_writes(self, fulls: Sequence[torch.Tensor], entered: Sequence[int]) -> None:
+        """Says what was written to in place."""
+        if private.versions(fulls) != entered[: len(fulls)]:
+            raise ValueError(refusals.writes_leaf(self.unit))
+        raise ValueError(
+            f"Unit {self.unit!r} changes one of its inputs in place, which it did not do in its first run. Write "
+            "to a copy: x = x.clone(), or use the operation that is not in place."
+        )
 
     def _let_out(
         self,

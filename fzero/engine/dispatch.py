@@ -21,6 +21,7 @@ from fzero.engine.compiled import compiled
 from fzero.engine.op import Around, UnitOp
 from fzero.engine.outlets import sharing
 from fzero.engine.signature import KEPT, Signature, unit_of
+from fzero.engine.straight import StraightOp
 from fzero.engine.traversal import Traversal, current, here, inside, leaves_below
 from fzero.purity import check
 from fzero.purity.check import is_strict
@@ -92,10 +93,13 @@ def call_unit(
         if before is not None and not is_strict():  # a mode is around it
             signature.plan, signature.repeated = before.plan, before.repeated
         need_made_again(signature.unit, fn, spec, flat)
-    run = (compilable() if compilable is not None else compiled(fn)) if signature.compiles else fn
-    carriers = changing((args, kwargs)) if signature.carriers else ()
     own_seed = traversal.next_seed() if seed is None else seed
-    made = functools.partial(UnitOp, traversal, signature, run, fn, flat, spec, around, own_seed)
+    carriers = changing((args, kwargs)) if signature.carriers else ()
+    if signature.straight and signature.proven and traversal.straight and not first:
+        made = functools.partial(StraightOp, traversal, signature, fn, flat, spec, own_seed)
+    else:
+        run = (compilable() if compilable is not None else compiled(fn)) if signature.compiles else fn
+        made = functools.partial(UnitOp, traversal, signature, run, fn, flat, spec, around, own_seed)
     around_it: list[contextlib.AbstractContextManager[object]] = [] if look is None else [beside()]
     if signature.casts != traversal.table.outside:
         around_it.append(autocast_to(traversal, signature.casts))

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 
-from fzero.base import hooks, private, pytree, refusals
+from fzero.base import hooks, private, pytree
 from fzero.base.ambient import functions_seen
 from fzero.base.context import proves, within
 from fzero.base.follow import is_pushed
@@ -23,7 +23,6 @@ from fzero.base.random import seeded
 from fzero.base.refusals import noted
 from fzero.base.replay import Keeping, Recording, Replaying
 from fzero.base.thread_state import SET_GRAD_ENABLED
-from fzero.comm.axis import done
 from fzero.engine.activations import Inputs, Saved
 from fzero.engine.compiled import compiled
 from fzero.engine.named import Named, Unit, looking
@@ -152,9 +151,9 @@ class UnitOp(PulledOp):
                 for key, full in fulls.items():
                     schedule.keep(key, full)
             else:
-                self._arriving = dict.fromkeys(fulls, done)
+                self._put_down()
         elif fulls and wanted and not self.recompute:
-            self._empty()
+            self._put_down()
         if self.recompute or not wanted:
             self._fulls = {}
         return out
@@ -234,11 +233,14 @@ class UnitOp(PulledOp):
             if not signature.proves:
                 check.note(self.unit, None)
             signature.proven = True
+            signature.straight = signature.straight and trial is not None and not (signature.reruns or self._notes)
         self.real, outputs = [], []
         for i, x in enumerate(put):
             if x.is_floating_point() or x.is_complex():
                 self.real.append(i)
                 outputs.append(x)
+        if len(outputs) > 1 or signature.collects:
+            signature.straight = False
         if wanted:
             filled = functools.partial(self._refilled, leaves, given) if signature.reruns else None
             self._pull = differentiated, inputs, outputs, filled
@@ -288,15 +290,6 @@ class UnitOp(PulledOp):
         out = first.repeated(run, [*leaves.values(), *tensors], memories)
         self._first, signature.repeated = None, True
         return self._called(self.unit_fn, leaves, tensors) if signature.compiles else out
-
-    def _refuse_writes(self, fulls: Sequence[torch.Tensor], entered: Sequence[int]) -> None:
-        """Says what was written to in place."""
-        if private.versions(fulls) != entered[: len(fulls)]:
-            raise ValueError(refusals.writes_leaf(self.unit))
-        raise ValueError(
-            f"Unit {self.unit!r} changes one of its inputs in place, which it did not do in its first run. Write "
-            "to a copy: x = x.clone(), or use the operation that is not in place."
-        )
 
     @contextlib.contextmanager
     def _refilled(self, leaves: Mapping[int, torch.Tensor], tensors: Sequence[torch.Tensor]) -> Iterator[None]:

@@ -13,7 +13,7 @@ from fzero.base.context import within
 from fzero.base.node import Op, Tensors, gradients
 from fzero.base.refusals import need_no_strays
 from fzero.engine.activations import Inputs, Saved
-from fzero.engine.called import CalledOp
+from fzero.engine.gathered import GatheredOp
 from fzero.engine.named import Named
 from fzero.engine.signature import Signature
 from fzero.engine.traversal import Traversal
@@ -28,7 +28,7 @@ Pull = tuple[
 ]
 
 
-class PulledOp(CalledOp):
+class PulledOp(GatheredOp):
     """A unit's call, as far as its pullback goes; `UnitOp` runs it."""
 
     traversal: Traversal
@@ -43,8 +43,6 @@ class PulledOp(CalledOp):
     _pull: Pull | None = None
     _inputs: Inputs | None = None  # that lie elsewhere meanwhile
     _saved: Saved | Named | None = None  # what the graph saved, elsewhere, or what is kept of it by name
-    _fulls: dict[Key, torch.Tensor]  # gathered, of this call's own graph
-    _arriving: dict[Key, Callable[[], None]]  # to be waited for before the graph is pulled back
 
     def _forward(
         self, tensors: Tensors, wanted: Sequence[int], derived: bool, gather_ahead: Callable[[], None]
@@ -76,8 +74,7 @@ class PulledOp(CalledOp):
             elif self._pull is None:
                 return None
             else:
-                for key, full in self._fulls.items():
-                    (self._arriving.pop(key, None) or schedule.refill(key, full))()
+                self._refill()
                 schedule.gather_previous(self)
             assert self._pull is not None
             leaves, inputs, outputs, surroundings = self._pull
@@ -131,11 +128,6 @@ class PulledOp(CalledOp):
             if activations is not None:
                 activations.leave()
 
-    def _empty(self) -> None:
-        """Gives back the memory of the gathered buffers; the call's graph still refers to them."""
-        for full in self._fulls.values():
-            self.traversal.schedule.empty(full)
-
     def gather_ahead(self) -> None:
         """Starts to gather what the pullback of this call will need, where the pass that is running comes to it.
 
@@ -150,9 +142,7 @@ class PulledOp(CalledOp):
         if self.recompute:
             self.traversal.schedule.gather_ahead(self.keys)
         elif self._pull is not None:
-            for key, full in self._fulls.items():
-                if key not in self._arriving:
-                    self._arriving[key] = self.traversal.schedule.refill(key, full)
+            self._start_refill()
 
     def fetch_ahead(self) -> None:
         """Starts to bring to the device what the gather of this call will begin with."""
@@ -163,9 +153,7 @@ class PulledOp(CalledOp):
     def forget_ahead(self) -> None:
         """Leaves what was gathered ahead and not used."""
         self._leave()
-        for key in list(self._arriving):
-            self._arriving.pop(key)()
-            self.traversal.schedule.empty(self._fulls[key])
+        super().forget_ahead()
 
 
 def _forgotten(*_: object) -> object:

@@ -92,6 +92,7 @@ class Run(Outcome):
         # what another graph leads to may be among the inputs, or in what the function closes over
         leads_on = torch.is_grad_enabled() and any(x.requires_grad for x in differentiated)
         self.outer = is_transformed() or leads_on
+        traversal.straight = not self.outer
         traversal.guards = self.outer and self.mask.partial
         if halves and not self.outer and _is_at_hand(traversal, state.params.axis):
             traversal.begins = {}

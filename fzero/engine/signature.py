@@ -38,6 +38,8 @@ class Signature:
         primals: for each key, the place of one of its leaves.
         tensors: the places of its tensors.
         wanted: the positions of what is differentiated, keys first and then tensors.
+        trained: the keys among them; `moving` the tensors, by their positions among those.
+        straight: whether its operations may be a part of the run's graph; its first run may show that not.
         transformed: whether a transform of torch.func is active.
         casts: the dtype of its autocast.
         proves: whether its first run proves that it is pure.
@@ -70,6 +72,8 @@ class Signature:
         operands = [flat[place].primal for place in self.primals] + [flat[place] for place in self.tensors]
         moves = [self.grad and private.is_differentiated(x) for x in operands]
         self.wanted = [i for i, own in enumerate(moves) if own]
+        self.trained = tuple([key for key, own in zip(self.keys, moves, strict=False) if own])
+        self.moving = [i for i, own in enumerate(moves[len(keys) :]) if own]
         moving = {place for place, own in zip(self.tensors, moves[len(self.keys) :], strict=True) if own}
         self.forms: list[tuple[int, object]] = []
         self.dressed = False  # whether tensors are of classes of the user's, or have attributes
@@ -94,6 +98,8 @@ class Signature:
         self.casts = _compute_dtype([*rows, *_full_rows(traversal, flat)], traversal.table.outside)
         self.carriers, self.proves = carriers, proves
         self.collectors = open_here()
+        special = transformed or self.remat or self.compiles or carriers or self.collectors or self.dressed
+        self.straight = bool(self.wanted) and self.memory == DEVICE and not special
         # ---- what its first run shows
         self.collects = False
         self.proven = self.repeated = self.pulled = self.reruns = False

@@ -73,6 +73,7 @@ class Traversal:
         self.guards = False  # whether a transform around the run sends cotangents to what it masks
         self.traced_unit: Callable[..., object] | None = None  # what a unit's call is where the run is traced
         self.plain = False  # whether plain autograd differentiates the run
+        self.straight = False  # whether no graph goes on through the run's
         self.acts = bool(table.acting)  # whether there is anything to do where a unit is used
         self.retain_graph = False
         self.turn = threading.RLock()  # one unit is pulled back at a time: threads may walk one graph at once

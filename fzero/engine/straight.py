@@ -1,0 +1,174 @@
+"""A unit's call in a run that plain autograd differentiates, once a run before has shown what it does.
+
+Its operations are then a part of the run's own graph. One node stands where they begin, which puts out the unit's
+params and its inputs: to it all their cotangents come, at once. A hook where they end brings the params back before the
+first of them is pulled back. A graph of its own for each unit (`engine.op`), which everything else needs, takes 0.1 ms
+more: `benchmarks/overhead.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import torch
+
+from fzero.base import hooks, private, pytree
+from fzero.base.node import Tensors, first_order, own_jointly
+from fzero.base.random import seeded
+from fzero.engine.gathered import GatheredOp
+from fzero.engine.pullback import used_up
+from fzero.engine.signature import Signature
+from fzero.engine.traversal import Traversal
+
+
+class StraightOp(GatheredOp):
+    """A unit's call, whose operations are a part of the graph around it.
+
+    Args:
+        fn: what runs.
+        flat: its arguments, flat; `spec` their structure, with this call's order of entries.
+    """
+
+    used = False
+    _notes = None  # of no call that may run straight
+    _entered = False  # whether a pass of autograd is between the unit's end and its beginning
+    _stays = False  # whether a derivative goes on through a pullback, which may read the params at any time
+
+    def __init__(
+        self,
+        traversal: Traversal,
+        signature: Signature,
+        fn: Callable[..., object],
+        flat: Sequence[object],
+        spec: pytree.Spec,
+        seed: int,
+    ) -> None:
+        self.traversal, self.signature, self.seed = traversal, signature, seed
+        self.keys, self.name = signature.keys, signature.name
+        self._eager, self._flat, self._spec = fn, flat, spec
+        self._fulls, self._arriving = {}, {}
+        self.number = traversal.schedule.called(signature.keys, self)
+
+    def applied(self, carriers: Sequence[object]) -> object:
+        """The call's result."""
+        traversal, signature, first = self.traversal, self.signature, hooks.next_number()
+        given = [cast(torch.Tensor, self._flat[place]) for place in signature.tensors]
+        fulls, leaves, own = list[torch.Tensor](), dict[int, torch.Tensor](), list[torch.Tensor]()
+        indices = list[int]()
+        for key in self.keys:
+            full, transient = traversal.schedule.take(key)
+            fulls.append(full)
+            if transient:
+                self._fulls[key] = full
+            views = traversal.layout.groups[key].cut(full)
+            leaves.update(views)
+            if key in signature.trained:
+                own += views.values()
+                indices += views
+        tokens = map(traversal.tokens.__getitem__, signature.trained)
+        begun = _begin(self, tuple(own), *tokens, *map(given.__getitem__, signature.moving))
+        if len(begun) == 1:
+            own_jointly(begun)
+        leaves.update(zip(indices, begun, strict=False))
+        for i, x in zip(signature.moving, begun[len(indices) :], strict=True):
+            given[i] = x
+        traversal.schedule.gather_next()
+        entered = private.versions((*fulls, *given))
+        with seeded(self.seed):
+            out = self._called(self._eager, leaves, given)
+        put = self._let_out(out, leaves, given, fulls)
+        if private.versions((*fulls, *given)) != entered:
+            self._refuse_writes(fulls, entered)
+        for x in put:
+            if x.grad_fn is not None:
+                self._end_at(x, first)
+        self._put_down()
+        self._flat = ()
+        return self._outside(put, carriers)
+
+    def _end_at(self, x: torch.Tensor, first: int) -> None:
+        """Has the params brought back before the cotangent of an output is pulled back.
+
+        Args:
+            first: the number of the call's first node.
+        """
+        whole = x._base
+        # who writes to a view has its own node replaced, and a new one put before that of the whole
+        if whole is not None and (node := whole.grad_fn) is not None and first <= hooks.number_of(node) < private.EARLY:
+            hooks.before(whole, self._enter)
+        hooks.before(x, self._enter)
+
+    # ---- pullback
+
+    def _enter(self, _: object) -> None:
+        """Before the first of the operations is pulled back."""
+        if self._entered:
+            return
+        if self.used:
+            raise RuntimeError(used_up(f"unit {self.unit!r}"))
+        self._entered = True
+        self._stays = self._stays or not first_order()
+        self._refill()
+        self.traversal.schedule.gather_previous(self)
+
+    def back(self, cotangents: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Those of the stored buffers, None where they are delivered, and of the inputs; after all operations."""
+        traversal, final = self.traversal, first_order()
+        keeps = self._stays or traversal.retain_graph or private.keeps_graph()
+        self._entered = False
+        if not keeps:
+            self._fulls = {}
+        elif not self._stays:
+            self._empty()
+        given, out = iter(cotangents), list[torch.Tensor | None]()
+        for key in self.signature.trained:
+            own = [*itertools.islice(given, len(traversal.layout.groups[key].slots))]
+            wanted = private.will_run(traversal.tokens[key].grad_fn)
+            if not final:  # zeros would meet infinite derivatives before it
+                wanted = wanted and (traversal.uses[key].axis.ranks > 1 or any(x is not None for x in own))
+            out.append(traversal.collected_of(key, own) if wanted else None)
+        if not keeps:
+            self.used = True
+        return [*out, *given]
+
+    def forget(self) -> None:
+        """Lets go of the call."""
+        self.used, self._fulls = True, {}
+
+    def gather_ahead(self) -> None:
+        """Starts to gather what the pullback of this call will need, where the pass that is running comes to it."""
+        if self._is_ahead():
+            self._start_refill()
+
+    def fetch_ahead(self) -> None:
+        """Starts to bring to the device what the gather of this call will begin with."""
+        if self._is_ahead():
+            self.traversal.schedule.fetch_ahead([*self._fulls])
+
+    def _is_ahead(self) -> bool:
+        node = self.node() if self.node is not None else None
+        return node is not None and not (self.used or self._stays) and private.will_run(node)
+
+
+class _Begin(torch.autograd.Function):
+    """`apply(op, leaves, *buffers, *inputs)`: the leaves of stored buffers, and inputs, of one call."""
+
+    @staticmethod
+    def forward(op: StraightOp, leaves: Tensors, *operands: torch.Tensor) -> Tensors:  # type: ignore[override]
+        return (*leaves, *operands[len(op.signature.trained) :])
+
+    @staticmethod
+    def setup_context(ctx: private.Context, inputs: tuple[StraightOp, *Tensors], _: object) -> None:
+        ctx.op, ctx.keys = inputs[0], inputs[0].signature.trained
+        ctx.op.node = weakref.ref(ctx)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: private.Context, *cotangents: torch.Tensor | None) -> object:  # type: ignore[override]
+        return (None, None, *ctx.op.back(cotangents))
+
+
+_begin: Callable[..., Tensors] = private.direct(_Begin).plainly
