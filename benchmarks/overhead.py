@@ -116,7 +116,7 @@ def frames(run: Callable[..., float], *data: torch.Tensor) -> tuple[int, int, in
     """Python frames that a steady step enters: in all, in units' calls and pullbacks, in how many files, and calls."""
     every, depth, calls = 0, 0, 0
     inside: collections.Counter[str] = collections.Counter()
-    begins = {("forward", "fzero/functional.py"), ("backward", "fzero/base/node.py")}
+    begins = {("forward", "fzero/functional.py"), ("_enter", "engine/straight.py"), ("backward", "engine/straight.py")}
 
     def look(frame: FrameType, event: str, _: object) -> None:
         nonlocal every, depth, calls

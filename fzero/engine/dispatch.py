@@ -154,7 +154,7 @@ def plain_call(
                 raise
             raise TypeError(CHECKPOINTED) from error
     seed, record = traversal.next_seed(), traversal.schedule.record
-    code = getattr(of, "__code__", id(of))
+    code = id(of) if isinstance(of, torch.nn.Module) else getattr(of, "__code__", id(of))
     if code not in record.as_nodes:
         # of a module torch.utils.checkpoint runs parts again in the pullback, when its params are not there
         refusing = hooks.refused() if isinstance(of, torch.nn.Module) else contextlib.nullcontext()

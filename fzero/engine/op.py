@@ -2,6 +2,7 @@
 
 Two forms. Without recomputation the unit's own graph is kept and the gathered buffers' storage is emptied in between;
 with it (`remat`) only the shards and the inputs are kept, and what has a name. Both are one node for who is outside.
+Where nothing needs one (`Signature.straight`), runs after the first are a part of the graph outside: `engine.straight`.
 """
 
 from __future__ import annotations
