@@ -6,7 +6,7 @@ import collections
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.autograd import graph
@@ -55,9 +55,9 @@ def before(x: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
 
     `x.register_hook` takes ten times as long, and is counted by `registered`.
     """
-    held = x._backward_hooks
+    held = cast("collections.OrderedDict[object, object] | None", x._backward_hooks)
     if held is None:
-        x._backward_hooks = collections.OrderedDict[object, object]({hook: hook})
+        x._backward_hooks = collections.OrderedDict(((hook, hook),))  # type: ignore[assignment]
         x.grad_fn._register_hook_dict(x)  # type: ignore[union-attr]
     else:
         held[hook] = hook

@@ -86,8 +86,9 @@ class StraightOp(GatheredOp):
             if x.grad_fn is not None:
                 self._end_at(x, first)
         self._put_down()
-        self._flat = ()
-        return self._outside(put, carriers)
+        result = self._outside(put, carriers)
+        del self._flat, self._spec, self._spec_out, self._eager, self._takes  # nothing runs again
+        return result
 
     def _end_at(self, x: torch.Tensor, first: int) -> None:
         """Has the params brought back before the cotangent of an output is pulled back.

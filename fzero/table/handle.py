@@ -112,6 +112,7 @@ class Handle(Valueless):
     times had better be a unit itself.
     """
 
+    __slots__ = ("index", "key", "owner", "path", "primal", "unit")  # there are as many handles as leaves, in each run
     owner: Any
     key: Any
     index: int
