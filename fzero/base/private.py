@@ -368,6 +368,12 @@ def inductor(graph: object, inputs: object) -> object:
         return compile_fx(graph, inputs, config_patches=patches)  # type: ignore[arg-type]
 
 
+def is_one_of_several(x: torch.Tensor) -> bool:
+    """Tells whether a tensor is one of several views that one operation has made, which nobody may write to."""
+    own = torch._C._autograd  # type: ignore[attr-defined]
+    return x._is_view() and own._get_creation_meta(x) == own.CreationMeta.MULTI_OUTPUT_NODE
+
+
 def same_place(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Tells whether two tensors begin at the same place of the same memory, also those without values."""
     same = a.untyped_storage()._cdata == b.untyped_storage()._cdata

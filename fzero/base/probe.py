@@ -11,7 +11,7 @@ TESTED = ("2.11", "2.13", "2.15")  # that tests ran with: `make test-torch`
 
 # by what has them; without those that torch loads late (its compilers, fake tensors), which name themselves
 NAMES: Mapping[str, str] = {
-    "torch.Tensor": "_backward_hooks _version",
+    "torch.Tensor": "_backward_hooks _base _is_view _version",
     "torch._C": """
         DispatchKey.ADInplaceOrView DispatchKey.FuncTorchGradWrapper DispatchKeySet DisableTorchFunction
         DisableTorchFunctionSubclass _DisableTorchDispatch _ExcludeDispatchKeyGuard _SetExcludeDispatchKeyGuard
@@ -25,7 +25,7 @@ NAMES: Mapping[str, str] = {
         _len_torch_function_stack _parse_dispatch_key _stash_obj_in_tls _storage_Use_Count _set_fwd_grad_enabled
         _will_engine_execute_node""",
     "torch._C._autograd": """
-        _get_current_graph_task_keep_graph _get_sequence_nr
+        CreationMeta.MULTI_OUTPUT_NODE _get_creation_meta _get_current_graph_task_keep_graph _get_sequence_nr
         _saved_tensors_hooks_disable _saved_tensors_hooks_enable _saved_tensors_hooks_is_enabled
         _top_saved_tensors_default_hooks""",
     "torch._C._functorch": """

@@ -146,15 +146,11 @@ class UnitOp(PulledOp):
         out = within(seen, run) if seen else run()
         if self.recompute:
             self._pull = None
-        fulls = self._fulls
-        if fulls and wanted and schedule.is_last():  # the pullback starts with what is gathered last
-            if self.recompute:
-                for key, full in fulls.items():
-                    schedule.keep(key, full)
-            else:
-                self._put_down()
-        elif fulls and wanted and not self.recompute:
+        if wanted and not self.recompute:
             self._put_down()
+        elif wanted and schedule.is_last():  # the pullback starts with what is gathered last
+            for key, full in self._fulls.items():
+                schedule.keep(key, full)
         if self.recompute or not wanted:
             self._fulls = {}
         return out
@@ -230,18 +226,20 @@ class UnitOp(PulledOp):
                 hooks.refuse_again(refused)
         if private.versions((*fulls, *given)) != entered:
             self._refuse_writes(fulls, entered)
-        if trial is not None or not (signature.proves or signature.proven):
-            if not signature.proves:
-                check.note(self.unit, None)
-            signature.proven = True
-            signature.straight = signature.straight and trial is not None and not (signature.reruns or self._notes)
+        first = trial is not None or not (signature.proves or signature.proven)
         self.real, outputs = [], []
         for i, x in enumerate(put):
             if x.is_floating_point() or x.is_complex():
                 self.real.append(i)
                 outputs.append(x)
-        if len(outputs) > 1 or signature.collects:
-            signature.straight = False
+        if first:
+            if not signature.proves:
+                check.note(self.unit, None)
+            signature.proven = True
+            # of several outputs the sums inside have another order, and who writes to one of several views is refused
+            several = len(outputs) > 1 or any(map(private.is_one_of_several, outputs))
+            others = several or signature.reruns or signature.collects or self._notes
+            signature.straight = signature.straight and trial is not None and not others
         if wanted:
             filled = functools.partial(self._refilled, leaves, given) if signature.reruns else None
             self._pull = differentiated, inputs, outputs, filled

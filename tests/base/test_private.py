@@ -468,3 +468,14 @@ def test_the_forward_of_a_function() -> None:
         Says.apply(torch.ones(1))
         said.append(private.in_function())
     assert said == [True, True, False] and not private.in_function()
+
+
+def test_who_may_write_to_a_view() -> None:
+    x = torch.ones(4, 6, requires_grad=True) * 1
+    for y in (*x.chunk(2), *x.unbind(), *x.split(1, dim=1)):
+        assert private.is_one_of_several(y)
+        with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
+            y.add_(1)
+    for y in (x, x.view(24), x[0], x.t(), x.detach(), x.chunk(2)[0] * 1):
+        assert not private.is_one_of_several(y)
+        y.add_(1)
