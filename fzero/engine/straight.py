@@ -86,7 +86,7 @@ class StraightOp(GatheredOp):
             if x.grad_fn is not None:
                 self._end_at(x, first)
         self._put_down()
-        self._flat = ()
+        del self._flat, self._eager  # whose variables may come to hold what the call returns, which leads here
         return self._outside(put, carriers)
 
     def _end_at(self, x: torch.Tensor, first: int) -> None:
