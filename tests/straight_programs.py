@@ -73,7 +73,11 @@ def checkpointed(q: Any, h: torch.Tensor) -> torch.Tensor:
     return checkpoint(lambda h: torch.tanh(h @ q["w"]), h, use_reentrant=False)
 
 
-UNITS = affine, bent, seen, written
+def passes(q: Any, h: torch.Tensor) -> torch.Tensor:
+    return h.t().t()
+
+
+UNITS = affine, bent, seen, written, passes
 
 
 # ---- what a function does with them
@@ -97,7 +101,7 @@ def mixed(call: Call, unit: Any, p: Any, q: Any, h: torch.Tensor, n: int) -> tor
 
 
 def writes(call: Call, unit: Any, p: Any, q: Any, h: torch.Tensor, n: int) -> torch.Tensor:
-    h = call(unit if unit is not bent else seen, q, h)
+    h = call(seen if unit in (bent, passes) else unit, q, h)
     h.mul_(2.0)
     h[:, 0].add_(1.0)
     return call(unit, q, h)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +15,21 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from nightly import by_day, in_turns
-from straight_programs import F64, KINDS, RATE, TRANSFORMS, UNITS, Program, batch, bent, check, counting, in_unit, taken
+from straight_programs import (
+    F64,
+    KINDS,
+    RATE,
+    TRANSFORMS,
+    UNITS,
+    Program,
+    batch,
+    bent,
+    check,
+    counting,
+    in_unit,
+    passes,
+    taken,
+)
 
 import fzero as fz
 from fzero.engine.straight import StraightOp
@@ -53,6 +68,11 @@ def test_drawn_programs(program: Program, world: int) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind(kind: str) -> None:
     check(Program(((kind, 1, 1), ("calls", 3, 2), (kind, 2, 0))), 2)
+
+
+def test_a_view_of_its_input() -> None:
+    """What it is a view of ends no unit: its cotangent comes in passes that have nothing to do with the call."""
+    check(Program((("derives_once", UNITS.index(passes), 1),)), 2)
 
 
 @in_turns(4, "on processes, as on threads")
@@ -168,6 +188,35 @@ def test_nothing_is_left_of_a_call_without_the_collector(monkeypatch: pytest.Mon
         gc.enable()
 
 
+def test_which_params_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a run those of the call that a pullback begins with, after a pullback none. No mode may look at it."""
+    step, begin = fz.shard_zero3(fz.train_step(plainly, fz.sgd(RATE))), StraightOp.__init__
+    made = dict[int, list[StraightOp]]()  # by thread
+
+    def notes(self: StraightOp, *args: Any) -> None:
+        begin(self, *args)
+        made.setdefault(threading.get_ident(), []).append(self)
+
+    monkeypatch.setattr(StraightOp, "__init__", notes)
+
+    def rank_main(rank: int) -> None:
+        state, one = step.init(Program(()).params), torch.ones((), dtype=F64)
+        for known in (False, True, True):
+            _, pullback = step.vjp(state, batch(rank, 0))
+            own = made.pop(threading.get_ident(), [])
+
+            def there() -> list[bool]:  # hazards fill with NaNs what is given back
+                return [not full.isnan().all() for op in own for full in op._fulls.values()]
+
+            assert there() == [False, False, True][: 3 * known]
+            pullback(one, retain_graph=True)
+            assert there() == [False, False, False][: 3 * known]
+            pullback(one)
+            assert there() == []
+
+    run_ranks(rank_main, 2)
+
+
 @pytest.mark.parametrize("inner", [False, True])
 def test_a_pullback_that_was_used_up(inner: bool) -> None:
     kind = "derives" if inner else "calls"
@@ -183,6 +232,24 @@ def test_a_pullback_that_was_used_up(inner: bool) -> None:
             with pytest.raises(RuntimeError, match="was used up by an earlier call"):
                 pullback(one)
         assert taken() > 0
+
+    run_ranks(rank_main, 2)
+
+
+def test_a_unit_that_was_used_up_within_the_function() -> None:
+    def loss(p: Any, x: torch.Tensor, times: int) -> torch.Tensor:
+        h = torch.sin(fz.unit(bent)(p["blocks"][0], x))
+        y = fz.unit(lambda q, h: bent(q, h).sum())(p["blocks"][1], h)
+        return h.sum() + sum(torch.autograd.grad(y, h)[0].sum() for _ in range(times))  # type: ignore[return-value]
+
+    def rank_main(_: int) -> None:
+        step = fz.shard_zero3(fz.train_step(loss, fz.sgd(RATE)))
+        state = step.init(Program(()).params)
+        for _ in range(2):
+            state, _metrics = step(state, batch(0, 0), 1)
+        assert taken() == 2
+        with pytest.raises(RuntimeError, match=r"unit 'blocks\.1' was used up by an earlier call"):
+            step(state, batch(0, 0), 2)
 
     run_ranks(rank_main, 2)
 
