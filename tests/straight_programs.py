@@ -139,7 +139,7 @@ def hooks(call: Call, unit: Any, p: Any, q: Any, h: torch.Tensor, n: int) -> tor
     return h
 
 
-def _derived(y: torch.Tensor, by: torch.Tensor, **how: bool) -> torch.Tensor:
+def _derived(y: torch.Tensor, by: torch.Tensor, **how: Any) -> torch.Tensor:
     return torch.autograd.grad(y.square().sum(), by, **how)[0] if by.requires_grad else by
 
 

@@ -55,9 +55,9 @@ def before(x: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
 
     `x.register_hook` takes ten times as long, and is counted by `registered`.
     """
-    held = x._backward_hooks
+    held: Any = x._backward_hooks
     if held is None:
-        x._backward_hooks = collections.OrderedDict[object, object]({hook: hook})
+        x._backward_hooks = collections.OrderedDict[Any, Any]({hook: hook})
         x.grad_fn._register_hook_dict(x)  # type: ignore[union-attr]
     else:
         others = dict(held)

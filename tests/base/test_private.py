@@ -481,7 +481,7 @@ def test_a_hook_before_others(kind: str, ours_comes: str) -> None:
     theirs: dict[str, Any] = {
         "none": lambda: None,
         "a tensor's": lambda: [y.register_hook(lambda _, name=name: called.append(name)) for name in "ab"],
-        "a node's": lambda: y.grad_fn.register_prehook(lambda _: called.append("a")),
+        "a node's": lambda: y.grad_fn.register_prehook(lambda _: called.append("a")),  # type: ignore[union-attr]
         "a tensor that keeps its gradient": y.retain_grad,
     }
     handles = None
