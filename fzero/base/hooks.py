@@ -55,9 +55,9 @@ def before(x: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
 
     `x.register_hook` takes ten times as long, and is counted by `registered`.
     """
-    held: Any = x._backward_hooks
+    held: dict[object, object] | None = x._backward_hooks  # type: ignore[assignment]
     if held is None:
-        x._backward_hooks = collections.OrderedDict[Any, Any]({hook: hook})
+        x._backward_hooks = collections.OrderedDict({hook: hook})  # type: ignore[assignment]
         x.grad_fn._register_hook_dict(x)  # type: ignore[union-attr]
     else:
         others = dict(held)
