@@ -42,6 +42,16 @@ AWAY = (f"{OFFLOAD}::test_the_bits_are_those_of_the_step_without_it",)
 LOADS = ("tests/checkpoint/test_load.py::test_nothing_is_used_before_it_has_arrived",)
 LEFT = (f"{OFFLOAD}::test_an_update_that_fails_leaves_nothing_on_its_way",)
 
+STRAIGHT = "tests/engine/test_straight.py"
+ALIVE = (f"{STRAIGHT}::test_which_params_are_there",)
+PASSED_ON = (f"{STRAIGHT}::test_a_view_of_its_input",)
+BY_OUTPUT = (f"{STRAIGHT}::test_each_kind[derives_by_its_output]",)
+TWICE_DERIVED = (f"{STRAIGHT}::test_each_kind[derives_twice]",)
+WRITES = (f"{STRAIGHT}::test_each_kind[writes]",)
+USED_UP = (f"{STRAIGHT}::test_a_unit_that_was_used_up_within_the_function",)
+NOTHING_LEFT = (f"{STRAIGHT}::test_nothing_is_left_of_a_call_without_the_collector",)
+BEFORE = ("tests/base/test_private.py::test_a_hook_before_others",)
+
 
 class Mutant(NamedTuple):
     """A place, and what stands there instead.
@@ -97,6 +107,17 @@ MUTANTS = [
     Mutant("graph/signatures.py", "leaf.signature, place, *others", "leaf.signature, *others", tests=PLACES),
     Mutant("graph/regions.py", "tuple(wanted), now\n", "tuple(wanted)\n", tests=AROUND),
     Mutant("update/differentiable.py", "if due is True else applied & due", "if due is True else due", tests=SLOW),
+    Mutant("engine/straight.py", "            self._stays = not first_order()\n", "", tests=TWICE_DERIVED),
+    Mutant("engine/straight.py", "            hooks.before(whole, self._enter)", "            pass", tests=WRITES),
+    Mutant("engine/straight.py", "now == self._entered", "self._entered >= 0", tests=BY_OUTPUT),
+    Mutant("engine/straight.py", "            self.used = True\n", "            pass\n", tests=USED_UP),
+    Mutant("engine/straight.py", "self._flat, self._eager  #", "self._flat  #", tests=NOTHING_LEFT),
+    Mutant("engine/straight.py", "        elif not self._stays:\n", "        else:\n", tests=TWICE_DERIVED),
+    Mutant("engine/straight.py", "        if not self._stays:\n", "        if True:\n", tests=TWICE_DERIVED),
+    Mutant("engine/straight.py", "first <= hooks.number_of(node) <", "hooks.number_of(node) <", tests=PASSED_ON),
+    Mutant("engine/straight.py", "        self._put_down()\n", "", tests=ALIVE),
+    Mutant("engine/gathered.py", "        else:\n            self._empty()\n", "", tests=ALIVE),
+    Mutant("base/hooks.py", "        held.clear()  #", "        #", tests=BEFORE),
     Mutant("update/fused.py", "state, grads, self.times)", "state, grads, 1.0)", tests=THIRDS),
 ]
 

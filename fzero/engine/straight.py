@@ -34,7 +34,7 @@ class StraightOp(GatheredOp):
 
     used = False
     _notes = None  # of no call that may run straight
-    _entered = False  # whether a pass of autograd is between the unit's end and its beginning
+    _entered = -1  # the latest pass of autograd that has come to its end, and maybe not to its beginning
     _stays = False  # whether a derivative goes on through a pullback, which may read the params at any time
 
     def __init__(
@@ -87,7 +87,8 @@ class StraightOp(GatheredOp):
                 self._end_at(x, first)
         self._put_down()
         result = self._outside(put, carriers)
-        del self._flat, self._spec, self._spec_out, self._eager, self._takes  # nothing runs again
+        # nothing runs again, and variables of the function may come to hold the result, which leads here
+        del self._flat, self._spec, self._spec_out, self._eager, self._takes
         return result
 
     def _end_at(self, x: torch.Tensor, first: int) -> None:
@@ -106,20 +107,21 @@ class StraightOp(GatheredOp):
 
     def _enter(self, _: object) -> None:
         """Before the first of the operations is pulled back."""
-        if self._entered:
+        now = hooks.pass_that_runs()
+        if now == self._entered:
             return
         if self.used:
             raise RuntimeError(used_up(f"unit {self.unit!r}"))
-        self._entered = True
-        self._stays = self._stays or not first_order()
-        self._refill()
+        self._entered = now
+        if not self._stays:
+            self._refill()
+            self._stays = not first_order()
         self.traversal.schedule.gather_previous(self)
 
     def back(self, cotangents: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Those of the stored buffers, None where they are delivered, and of the inputs; after all operations."""
         traversal, final = self.traversal, first_order()
         keeps = self._stays or traversal.retain_graph or private.keeps_graph()
-        self._entered = False
         if not keeps:
             self._fulls = {}
         elif not self._stays:

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -438,6 +439,131 @@ def test_which_node_an_operator_belongs_to() -> None:
     assert hooks.node_that_runs() is None
     assert ("aten.cos.default", forward["aten.sin.default"]) in seen
     assert ("aten.mul.Tensor", forward["aten.exp.default"]) in seen
+
+
+def test_the_number_of_a_pass() -> None:
+    """Another one for each, also for one that begins within another."""
+    seen: list[int] = []
+
+    class Notes(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, inner: bool) -> torch.Tensor:  # type: ignore[override]
+            ctx.inner = inner
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, cotangent: torch.Tensor) -> Any:  # type: ignore[override]
+            seen.append(hooks.pass_that_runs())
+            if ctx.inner:
+                with torch.enable_grad():
+                    Notes.apply(torch.ones(1, requires_grad=True), False).backward()
+                seen.append(hooks.pass_that_runs())
+            return cotangent, None
+
+    x = torch.ones(1, requires_grad=True)
+    for _ in range(2):
+        Notes.apply(Notes.apply(x, True), False).backward()
+    assert hooks.pass_that_runs() == -1 and -1 not in seen
+    first, again = seen[:4], seen[4:]
+    assert first[0] == first[1] == first[3] and again[0] == again[1] == again[3]
+    assert len({*seen}) == 4
+
+
+# ---- hooks before others'
+
+
+@pytest.mark.parametrize("kind", ["none", "a tensor's", "a node's", "a tensor that keeps its gradient"])
+@pytest.mark.parametrize("ours_comes", ["first", "last"])
+def test_a_hook_before_others(kind: str, ours_comes: str) -> None:
+    x = torch.ones(3, requires_grad=True)
+    y, called = x * 2.0, list[str]()
+    ours = lambda _: called.append("ours")
+    theirs: dict[str, Any] = {
+        "none": lambda: None,
+        "a tensor's": lambda: [y.register_hook(lambda _, name=name: called.append(name)) for name in "ab"],
+        "a node's": lambda: y.grad_fn.register_prehook(lambda _: called.append("a")),  # type: ignore[union-attr]
+        "a tensor that keeps its gradient": y.retain_grad,
+    }
+    handles = None
+    if ours_comes == "last":
+        handles = theirs[kind]()
+    count = hooks.registered()
+    hooks.before(y, ours)
+    assert hooks.registered() == count  # it counts for none of the user's
+    if ours_comes == "first":
+        handles = theirs[kind]()
+    y.sum().backward(retain_graph=True)
+    assert called == ["ours", *{"a tensor's": "ab", "a node's": "a"}.get(kind, "")]
+    assert kind != "a tensor that keeps its gradient" or torch.equal(y.grad, torch.ones(3))  # type: ignore[arg-type]
+    if kind == "a tensor's":  # which its user may remove
+        assert handles is not None
+        handles[0].remove()
+        called.clear()
+        y.sum().backward()
+        assert called == ["ours", "b"]
+
+
+@pytest.mark.parametrize("by", ["y", "x"])
+def test_a_hook_on_what_is_written_to_afterwards(by: str) -> None:
+    """The node that it was put before stays a part of the graph; a view's does not, but that of its base."""
+    x = torch.ones(2, 3, requires_grad=True)
+    for view in (False, True):
+        called = list[str]()
+        whole = x * 2.0
+        y = whole.t() if view else whole
+        own = y.grad_fn
+        hooks.before(whole, lambda _, called=called: called.append("whole"))
+        if view:
+            hooks.before(y, lambda _, called=called: called.append("view"))
+        y.mul_(3.0)
+        assert y._backward_hooks is None  # others' are put before the write's node
+        y.register_hook(lambda _, called=called: called.append("theirs"))
+        if by == "y":
+            torch.autograd.grad(y.sum(), y)
+            assert called == ["theirs"]
+        else:
+            (found,) = torch.autograd.grad(y.sum(), x)
+            assert torch.equal(found, torch.full((2, 3), 6.0)) and called == ["theirs", "whole"]
+        assert own is not y.grad_fn
+
+
+def test_a_hook_is_called_for_what_has_no_cotangent() -> None:
+    """As a node after it that brings none; what is before it then runs all the same."""
+
+    class Nothing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, cotangent: torch.Tensor) -> None:  # type: ignore[override]
+            return None
+
+    x, given = torch.ones(3, requires_grad=True), list[object]()
+    y = x * 2.0
+    hooks.before(y, given.append)
+    Nothing.apply(y).sum().backward()
+    assert given == [None]
+
+
+def test_nothing_is_left_of_a_hook() -> None:
+    class Owner:
+        def hook(self, _: torch.Tensor) -> None: ...
+
+    gc.collect()
+    gc.disable()
+    try:
+        x, owner = torch.ones(3, requires_grad=True), Owner()
+        y = x * 2.0
+        hooks.before(y, owner.hook)
+        out, alive = y.sum(), weakref.ref(owner)
+        del owner, y
+        out.backward()
+        assert alive() is not None  # as long as the graph is
+        del out
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_traces() -> None:
