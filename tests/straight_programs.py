@@ -145,12 +145,16 @@ def _derived(y: torch.Tensor, by: torch.Tensor, **how: Any) -> torch.Tensor:
 
 def derives(call: Call, unit: Any, p: Any, q: Any, h: torch.Tensor, n: int) -> torch.Tensor:
     h = torch.sin(h)
-    return h + _derived(call(unit, q, h), h, create_graph=True)
+    return h + _derived(call(unit, q, h, False), h, create_graph=True)  # as its first run shows
 
 
 def derives_twice(call: Call, unit: Any, p: Any, q: Any, h: torch.Tensor, n: int) -> torch.Tensor:
+    """A derivative of a derivative, but in the first run."""
     h = torch.sin(h)
-    first = _derived(call(unit, q, h), h, create_graph=True)
+    y = call(unit, q, h)
+    if n == 0:
+        return y
+    first = _derived(y, h, create_graph=True)
     return h + _derived(first + h, h, create_graph=True)
 
 
@@ -163,6 +167,8 @@ def derives_by_its_output(call: Call, unit: Any, p: Any, q: Any, h: torch.Tensor
     """A pass that comes to the end of a unit, and never to its beginning; then one that another goes through."""
     h = torch.sin(h)
     y = call(unit, q, call(unit, q, h))
+    if n == 0:
+        return y
     ahead = _derived(y, y, retain_graph=True)
     return (y + ahead) * _derived(y, h, create_graph=True)
 

@@ -92,12 +92,9 @@ def level() -> int:
     return int(_functorch.maybe_current_level() or 0) if _functorch.peek_interpreter_stack() is not None else 0
 
 
-EARLY = 1 << 62  # the number of such a node
-
-
 def pull_back_early(ctx: Context) -> None:
     """Lets autograd run a Function's backward as soon as it can; otherwise what was called first comes last."""
-    ctx._set_sequence_nr(EARLY)
+    ctx._set_sequence_nr(1 << 62)
 
 
 def forget_failed_backward() -> None:

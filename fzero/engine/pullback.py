@@ -54,6 +54,7 @@ class PulledOp(GatheredOp):
 
     def derived(self, fn: Callable[..., Tensors]) -> Op:
         self.traversal.schedule.note_use(self.keys)
+        self.signature.straight = False  # that would hold the params from one derivative to the next
         return super().derived(fn)
 
     def back(

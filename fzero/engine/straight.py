@@ -34,7 +34,7 @@ class StraightOp(GatheredOp):
 
     used = False
     _notes = None  # of no call that may run straight
-    _entered = -1  # the latest pass of autograd that has come to its end, and maybe not to its beginning
+    _passes: frozenset[int] = frozenset()  # of autograd, which are between the unit's end and its beginning
     _stays = False  # whether a derivative goes on through a pullback, which may read the params at any time
 
     def __init__(
@@ -54,7 +54,7 @@ class StraightOp(GatheredOp):
 
     def applied(self, carriers: Sequence[object]) -> object:
         """The call's result."""
-        traversal, signature, first = self.traversal, self.signature, hooks.next_number()
+        traversal, signature = self.traversal, self.signature
         given = [cast(torch.Tensor, self._flat[place]) for place in signature.tensors]
         fulls, leaves, own = list[torch.Tensor](), dict[int, torch.Tensor](), list[torch.Tensor]()
         indices = list[int]()
@@ -84,35 +84,31 @@ class StraightOp(GatheredOp):
             self._refuse_writes(fulls, entered)
         for x in put:
             if x.grad_fn is not None:
-                self._end_at(x, first)
+                self._end_at(x, given)
         self._put_down()
         result = self._outside(put, carriers)
         # nothing runs again, and variables of the function may come to hold the result, which leads here
         del self._flat, self._spec, self._spec_out, self._eager, self._takes
         return result
 
-    def _end_at(self, x: torch.Tensor, first: int) -> None:
-        """Has the params brought back before the cotangent of an output is pulled back.
-
-        Args:
-            first: the number of the call's first node.
-        """
+    def _end_at(self, x: torch.Tensor, given: Sequence[torch.Tensor]) -> None:
+        """Has the params brought back before the cotangent of an output is pulled back."""
         whole = x._base
         # who writes to a view has its own node replaced, and a new one put before that of the whole
-        if whole is not None and (node := whole.grad_fn) is not None and first <= hooks.number_of(node) < private.EARLY:
+        if whole is not None and whole.grad_fn is not None and all(whole is not y._base for y in given):
             hooks.before(whole, self._enter)
         hooks.before(x, self._enter)
 
     # ---- pullback
 
     def _enter(self, _: object) -> None:
-        """Before the first of the operations is pulled back."""
-        now = hooks.pass_that_runs()
-        if now == self._entered:
+        """Before the first of the operations is pulled back. None is in a pass that asks for the output's cotangent."""
+        own = hooks.pass_that_runs()
+        if own in self._passes or not self._is_reached():
             return
         if self.used:
             raise RuntimeError(used_up(f"unit {self.unit!r}"))
-        self._entered = now
+        self._passes |= {own}
         if not self._stays:
             self._refill()
             self._stays = not first_order()
@@ -122,9 +118,10 @@ class StraightOp(GatheredOp):
         """Those of the stored buffers, None where they are delivered, and of the inputs; after all operations."""
         traversal, final = self.traversal, first_order()
         keeps = self._stays or traversal.retain_graph or private.keeps_graph()
+        self._passes -= {hooks.pass_that_runs()}
         if not keeps:
             self._fulls = {}
-        elif not self._stays:
+        elif not (self._stays or self._passes):
             self._empty()
         given, out = iter(cotangents), list[torch.Tensor | None]()
         for key in self.signature.trained:
@@ -152,8 +149,12 @@ class StraightOp(GatheredOp):
             self.traversal.schedule.fetch_ahead([*self._fulls])
 
     def _is_ahead(self) -> bool:
+        return not (self.used or self._stays or self._passes) and self._is_reached()
+
+    def _is_reached(self) -> bool:
+        """Tells whether the pass that is running comes to the unit's beginning."""
         node = self.node() if self.node is not None else None
-        return node is not None and not (self.used or self._stays) and private.will_run(node)
+        return node is not None and private.will_run(node)
 
 
 class _Begin(torch.autograd.Function):

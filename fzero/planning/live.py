@@ -27,6 +27,7 @@ class LiveBytes(TorchDispatchMode):
     """
 
     supports_higher_order_operators = True
+    looks = True  # and changes nothing of what is computed
 
     def __init__(self) -> None:
         super().__init__()
