@@ -45,7 +45,6 @@ LEFT = (f"{OFFLOAD}::test_an_update_that_fails_leaves_nothing_on_its_way",)
 STRAIGHT = "tests/engine/test_straight.py"
 ALIVE = (f"{STRAIGHT}::test_which_params_are_there",)
 PASSED_ON = (f"{STRAIGHT}::test_a_view_of_its_input",)
-BY_OUTPUT = (f"{STRAIGHT}::test_each_kind[derives_by_its_output]",)
 TWICE_DERIVED = (f"{STRAIGHT}::test_each_kind[derives_twice]",)
 WRITES = (f"{STRAIGHT}::test_each_kind[writes]",)
 USED_UP = (f"{STRAIGHT}::test_a_unit_that_was_used_up_within_the_function",)
@@ -109,7 +108,7 @@ MUTANTS = [
     Mutant("update/differentiable.py", "if due is True else applied & due", "if due is True else due", tests=SLOW),
     Mutant("engine/straight.py", "            self._stays = not first_order()\n", "", tests=TWICE_DERIVED),
     Mutant("engine/straight.py", "            hooks.before(whole, self._enter)", "            pass", tests=WRITES),
-    Mutant("engine/straight.py", "own in self._passes or not self._is_reached()", "own in self._passes", tests=BY_OUTPUT),
+    Mutant("engine/straight.py", "own in self._passes or not self._is_reached()", "own in self._passes", tests=ALIVE),
     Mutant("engine/straight.py", "            self.used = True\n", "            pass\n", tests=USED_UP),
     Mutant("engine/straight.py", "self._spec_out, self._eager, ", "self._spec_out, ", tests=NOTHING_LEFT),
     Mutant("engine/straight.py", "        elif not (self._stays or self._passes):\n", "        else:\n", tests=TWICE_DERIVED),

@@ -51,10 +51,14 @@ def of_normal_tensors() -> AbstractContextManager[object]:
 dispatch_modes_on: Callable[[], int] = torch._C._len_torch_dispatch_stack  # type: ignore[attr-defined]
 
 
-def dispatch_modes() -> bool:
-    """Tells whether a mode is given every operator, as one that traces them is, and does not only look at them."""
+def dispatch_modes(but: str = "looks") -> bool:
+    """Tells whether a mode is given every operator, as one that traces them is, and does not only look at them.
+
+    Args:
+        but: the attribute of those that only look.
+    """
     stack = torch.utils._python_dispatch._get_current_dispatch_mode_stack  # type: ignore[attr-defined]
-    return bool(dispatch_modes_on()) and not all(getattr(mode, "looks", False) for mode in stack())
+    return bool(dispatch_modes_on()) and not all(getattr(mode, but, False) for mode in stack())
 
 
 def traces() -> bool:

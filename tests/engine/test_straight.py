@@ -188,9 +188,18 @@ def test_nothing_is_left_of_a_call_without_the_collector(monkeypatch: pytest.Mon
         gc.enable()
 
 
-def test_which_params_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def with_a_pass_to_an_end(p: Any, x: torch.Tensor) -> torch.Tensor:
+    """It asks for cotangents of outputs alone: nothing of their units is pulled back."""
+    for q in p["blocks"]:
+        x = fz.unit(bent)(q, x)
+        x = x + torch.autograd.grad(x.sin().sum(), x)[0]
+    return x.square().sum()
+
+
+@pytest.mark.parametrize("loss", [plainly, with_a_pass_to_an_end])
+def test_which_params_are_there(monkeypatch: pytest.MonkeyPatch, loss: Callable[..., torch.Tensor]) -> None:
     """After a run those of the call that a pullback begins with, after a pullback none. No mode may look at it."""
-    step, begin = fz.shard_zero3(fz.train_step(plainly, fz.sgd(RATE))), StraightOp.__init__
+    step, begin = fz.shard_zero3(fz.train_step(loss, fz.sgd(RATE))), StraightOp.__init__
     made = dict[int, list[StraightOp]]()  # by thread
 
     def notes(self: StraightOp, *args: Any) -> None:
