@@ -111,7 +111,7 @@ MUTANTS = [
     Mutant("engine/straight.py", "own in self._passes or not self._is_reached()", "own in self._passes", tests=ALIVE),
     Mutant("engine/straight.py", "            self.used = True\n", "            pass\n", tests=USED_UP),
     Mutant("engine/straight.py", "self._spec_out, self._eager, ", "self._spec_out, ", tests=NOTHING_LEFT),
-    Mutant("engine/straight.py", "        elif not (self._stays or self._passes):\n", "        else:\n", tests=TWICE_DERIVED),
+    Mutant("engine/straight.py", "elif not (self._stays or self._passes):", "else:", tests=TWICE_DERIVED),
     Mutant("engine/straight.py", "        if not self._stays:\n", "        if True:\n", tests=TWICE_DERIVED),
     Mutant("engine/straight.py", " and all(whole is not y._base for y in given)", "", tests=PASSED_ON),
     Mutant("engine/straight.py", "        self._put_down()\n", "", tests=ALIVE),

@@ -128,9 +128,7 @@ class Signature:
                 attributes = x.__dict__
                 if attributes and not self.dressed and (len(attributes) > 1 or OWNER not in attributes):
                     return False
-                moves = self.grad and x.requires_grad and private.is_differentiated(x)
-                if transformed:
-                    moves = self.grad and private.is_differentiated(x)
+                moves = self.grad and (private.is_differentiated(x) if transformed else x.requires_grad)
                 if (type(x), x.dtype, x.ndim, moves) != own:
                     return False
             elif x is not own and (type(x) is not type(own) or type(x) not in VALUES or x != own):
