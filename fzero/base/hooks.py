@@ -6,7 +6,7 @@ import collections
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.autograd import graph
@@ -55,7 +55,7 @@ def before(x: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
 
     `x.register_hook` takes ten times as long, and is counted by `registered`.
     """
-    held = cast("collections.OrderedDict[object, object] | None", x._backward_hooks)
+    held: dict[object, object] | None = x._backward_hooks  # type: ignore[assignment]
     if held is None:
         x._backward_hooks = collections.OrderedDict(((hook, hook),))  # type: ignore[assignment]
         x.grad_fn._register_hook_dict(x)  # type: ignore[union-attr]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import cast
 
 import torch
 
@@ -55,7 +54,7 @@ class StraightOp(GatheredOp):
     def applied(self, carriers: Sequence[object]) -> object:
         """The call's result."""
         traversal, signature = self.traversal, self.signature
-        given = [cast(torch.Tensor, self._flat[place]) for place in signature.tensors]
+        given: list[torch.Tensor] = [*map(self._flat.__getitem__, signature.tensors)]  # type: ignore[list-item]
         fulls, leaves, own = list[torch.Tensor](), dict[int, torch.Tensor](), list[torch.Tensor]()
         indices = list[int]()
         for key in self.keys:
@@ -94,9 +93,12 @@ class StraightOp(GatheredOp):
     def _end_at(self, x: torch.Tensor, given: Sequence[torch.Tensor]) -> None:
         """Has the params brought back before the cotangent of an output is pulled back."""
         whole = x._base
-        # who writes to a view has its own node replaced, and a new one put before that of the whole
-        if whole is not None and whole.grad_fn is not None and all(whole is not y._base for y in given):
-            hooks.before(whole, self._enter)
+        for y in given:
+            if y._base is whole:  # what has ended other units
+                break
+        else:  # who writes to a view has its own node replaced, and a new one put before that of the whole
+            if whole is not None and whole.grad_fn is not None:
+                hooks.before(whole, self._enter)
         hooks.before(x, self._enter)
 
     # ---- pullback
@@ -129,7 +131,8 @@ class StraightOp(GatheredOp):
             wanted = private.will_run(traversal.tokens[key].grad_fn)
             if not final:  # zeros would meet infinite derivatives before it
                 wanted = wanted and (traversal.uses[key].axis.ranks > 1 or any(x is not None for x in own))
-            out.append(traversal.collected_of(key, own) if wanted else None)
+            collect = traversal.collect if final else traversal.collected_of
+            out.append(collect(key, own) if wanted else None)
         if not keeps:
             self.used = True
         return [*out, *given]
