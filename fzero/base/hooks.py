@@ -149,7 +149,5 @@ def number_of(node: graph.Node) -> int:
 
 # the node of a graph that autograd pulls back now on this thread; None outside of a pullback
 node_that_runs: Callable[[], graph.Node | None] = torch._C._current_autograd_node  # type: ignore[attr-defined]
-# the number of the pass of autograd that runs on this thread, which no other one has; -1 outside of one
-pass_that_runs: Callable[[], int] = torch._C._current_graph_task_id  # type: ignore[attr-defined]
 # the number that this thread's next node will have: in an operation that is looked at, its own is one less
 next_number: Callable[[], int] = _C._get_sequence_nr

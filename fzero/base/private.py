@@ -51,14 +51,16 @@ def of_normal_tensors() -> AbstractContextManager[object]:
 dispatch_modes_on: Callable[[], int] = torch._C._len_torch_dispatch_stack  # type: ignore[attr-defined]
 
 
-def dispatch_modes(but: str = "looks") -> bool:
+def dispatch_modes(*others: str) -> bool:
     """Tells whether a mode is given every operator, as one that traces them is, and does not only look at them.
 
     Args:
-        but: the attribute of those that only look.
+        others: attributes of further modes that do, beside `looks`.
     """
     stack = torch.utils._python_dispatch._get_current_dispatch_mode_stack  # type: ignore[attr-defined]
-    return bool(dispatch_modes_on()) and not all(getattr(mode, but, False) for mode in stack())
+    return bool(dispatch_modes_on()) and not all(
+        any(getattr(mode, name, False) for name in ("looks", *others)) for mode in stack()
+    )
 
 
 def traces() -> bool:
@@ -103,7 +105,7 @@ def pull_back_early(ctx: Context) -> None:
 
 def forget_failed_backward() -> None:
     """Lets go of what a backward that has failed left in this thread's queue: torch keeps it until the next one."""
-    if torch._C._current_graph_task_id() != -1 or dispatch_modes():  # type: ignore[attr-defined]
+    if pass_that_runs() != -1 or dispatch_modes():
         return
     with below_transforms(), outside_inference(), torch.enable_grad():
         one = torch.ones((), requires_grad=True, device="cpu")
@@ -293,6 +295,8 @@ def without_dead_wrappers() -> AbstractContextManager[object]:
     return torch._C._ExcludeDispatchKeyGuard(_WRAPPERS)  # type: ignore[attr-defined]
 
 
+# the number of the pass of autograd that runs on this thread, which no other one has; -1 outside of one
+pass_that_runs: Callable[[], int] = torch._C._current_graph_task_id  # type: ignore[attr-defined]
 # inside a backward: whether the running pass was asked to retain its graph
 keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph  # type: ignore[attr-defined]
 # the innermost functorch level that is active; None where there is none

@@ -82,8 +82,7 @@ def call_unit(
         if each.fits(traversal, fn, flat, spec, transformed):
             signature = each
             break
-    first = signature is None or is_strict()
-    first = first or (private.dispatch_modes_on() and private.dispatch_modes() and private.dispatch_modes("counts"))
+    first = signature is None or is_strict() or (private.dispatch_modes_on() and private.dispatch_modes("counts"))
     if signature is None or first:
         if hooks.in_checkpoint():
             raise noted(TypeError(CHECKPOINTED))

@@ -74,7 +74,7 @@ class Signature:
         self.wanted = [i for i, own in enumerate(moves) if own]
         self.trained = tuple([key for key, own in zip(self.keys, moves, strict=False) if own])
         self.moving = [i for i, own in enumerate(moves[len(keys) :]) if own]
-        moving = {place for place, own in zip(self.tensors, moves[len(self.keys) :], strict=True) if own}
+        moving = {self.tensors[i] for i in self.moving}
         self.forms: list[tuple[int, object]] = []
         self.dressed = False  # whether tensors are of classes of the user's, or have attributes
         for place, x in enumerate(flat):

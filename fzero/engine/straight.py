@@ -105,7 +105,7 @@ class StraightOp(GatheredOp):
 
     def _enter(self, _: object) -> None:
         """Before the first of the operations is pulled back. None is in a pass that asks for the output's cotangent."""
-        own = hooks.pass_that_runs()
+        own = private.pass_that_runs()
         if own in self._passes or not self._is_reached():
             return
         if self.used:
@@ -120,7 +120,7 @@ class StraightOp(GatheredOp):
         """Those of the stored buffers, None where they are delivered, and of the inputs; after all operations."""
         traversal, final = self.traversal, first_order()
         keeps = self._stays or traversal.retain_graph or private.keeps_graph()
-        self._passes -= {hooks.pass_that_runs()}
+        self._passes -= {private.pass_that_runs()}
         if not keeps:
             self._fulls = {}
         elif not (self._stays or self._passes):

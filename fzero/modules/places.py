@@ -97,14 +97,13 @@ def need_names(params: Leaves, names: Mapping[str, None]) -> None:
             "apply: got the params of a state, which are sharded, expected full ones. Write "
             "step.forward(state, ...), or apply(fz.gather(state.params), ...)."
         )
-    if params.keys() == names.keys():
-        return
     missing = [name for name in names if name not in params]
     extra = [name for name in params if name not in names]
-    raise ValueError(
-        f"apply: the params do not have the module's names: missing {missing[:4]}, unknown {extra[:4]}. "
-        "Pass the dict that fz.functional returned, or the subtree of the params that stands for this module."
-    )
+    if missing or extra:
+        raise ValueError(
+            f"apply: the params do not have the module's names: missing {missing[:4]}, unknown {extra[:4]}. "
+            "Pass the dict that fz.functional returned, or the subtree of the params that stands for this module."
+        )
 
 
 def full(handle: Handle) -> torch.Tensor:

@@ -453,17 +453,17 @@ def test_the_number_of_a_pass() -> None:
 
         @staticmethod
         def backward(ctx: Any, cotangent: torch.Tensor) -> Any:  # type: ignore[override]
-            seen.append(hooks.pass_that_runs())
+            seen.append(private.pass_that_runs())
             if ctx.inner:
                 with torch.enable_grad():
                     Notes.apply(torch.ones(1, requires_grad=True), False).backward()
-                seen.append(hooks.pass_that_runs())
+                seen.append(private.pass_that_runs())
             return cotangent, None
 
     x = torch.ones(1, requires_grad=True)
     for _ in range(2):
         Notes.apply(Notes.apply(x, True), False).backward()
-    assert hooks.pass_that_runs() == -1 and -1 not in seen
+    assert private.pass_that_runs() == -1 and -1 not in seen
     first, again = seen[:4], seen[4:]
     assert first[0] == first[1] == first[3] and again[0] == again[1] == again[3]
     assert len({*seen}) == 4
