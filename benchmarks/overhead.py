@@ -2,8 +2,9 @@
 
     OMP_NUM_THREADS=1 python benchmarks/overhead.py
     OMP_NUM_THREADS=1 python benchmarks/overhead.py --model linear --width 24      # blocks of a norm and a linear layer
+    OMP_NUM_THREADS=1 python benchmarks/overhead.py --optimizer adamw              # torch's fused kernel, by hand
 
-One rank, float32, SGD, so that the update weighs little. Three comparisons, all interleaved in one run:
+One rank, float32, SGD, so that the update weighs little. Four comparisons, all interleaved in one run:
 
 - an unsharded step beside the same written by hand with functional_call and torch.func.vjp (loss and gradient norm
   reported, a gradient that is not finite refused);
@@ -23,7 +24,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -62,26 +63,44 @@ def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def by_hand(module: Any) -> Callable[..., float]:
+def written(optimizer: str, params: Mapping[str, torch.Tensor]) -> Callable[[Mapping[str, torch.Tensor]], object]:
+    """An update in place, by hand."""
+    if optimizer == "sgd":
+        return lambda grads: [p.sub_(grads[name], alpha=1e-3) for name, p in params.items()]
+    own, zeros = list(params.values()), lambda: [torch.zeros_like(p) for p in params.values()]
+    mu, nu, counts = zeros(), zeros(), [torch.zeros(()) for _ in own]
+
+    def update(grads: Mapping[str, torch.Tensor]) -> None:
+        torch._foreach_add_(counts, 1)
+        torch._fused_adamw_(
+            own, [grads[name] for name in params], mu, nu, [], counts, lr=1e-3, beta1=0.9, beta2=0.999,
+            weight_decay=0.01, eps=1e-8, amsgrad=False, maximize=False,
+        )  # fmt: skip
+
+    return update
+
+
+def by_hand(module: Any, optimizer: str) -> Callable[..., float]:
     params = {name: p.detach().clone() for name, p in module.named_parameters()}
+    update = written(optimizer, params)
 
     def run(x: torch.Tensor, y: torch.Tensor) -> float:
-        nonlocal params
         with torch.no_grad():
             pair: Any = torch.func.vjp(lambda p: loss_of(torch.func.functional_call(module, p, (x,)), y), params)
             loss, pullback = pair
             (grads,) = pullback(torch.ones_like(loss), retain_graph=False, create_graph=False)
             norm = torch.nn.utils.get_total_norm(grads.values())
-            params = {name: p.sub_(grads[name], alpha=1e-3) for name, p in params.items()}
+            update(grads)
             assert norm.isfinite()
         return loss.item()
 
     return run
 
 
-def fzero(module: Any, transform: Callable[[fz.Step], fz.Step]) -> Callable[..., float]:
+def fzero(module: Any, transform: Callable[[fz.Step], fz.Step], optimizer: str) -> Callable[..., float]:
     apply, params = fz.functional(module)
-    step = fz.donate(transform(fz.train_step(lambda p, x, y: loss_of(apply(p, x), y), fz.sgd(1e-3))))
+    own = fz.sgd(1e-3) if optimizer == "sgd" else fz.adamw(1e-3, weight_decay=0.01)
+    step = fz.donate(transform(fz.train_step(lambda p, x, y: loss_of(apply(p, x), y), own)))
     state = step.init(params)
 
     def run(x: torch.Tensor, y: torch.Tensor) -> float:
@@ -92,7 +111,7 @@ def fzero(module: Any, transform: Callable[[fz.Step], fz.Step]) -> Callable[...,
     return run
 
 
-def autograd(module: Any, sharded: bool) -> Callable[..., float]:
+def autograd(module: Any, sharded: bool, optimizer: str) -> Callable[..., float]:
     if sharded:
         from torch.distributed.fsdp import fully_shard
 
@@ -100,13 +119,14 @@ def autograd(module: Any, sharded: bool) -> Callable[..., float]:
         for block in module.blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(module, mesh=mesh)
-    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+    of, sgd = module.parameters(), optimizer == "sgd"
+    own = torch.optim.SGD(of, lr=1e-3) if sgd else torch.optim.AdamW(of, lr=1e-3, fused=True)
 
     def run(x: torch.Tensor, y: torch.Tensor) -> float:
         loss = loss_of(module(x), y)
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        own.step()
+        own.zero_grad()
         return loss.item()
 
     return run
@@ -146,6 +166,7 @@ def main() -> None:
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--model", choices=("transformer", "linear"), default="transformer")
+    parser.add_argument("--optimizer", choices=("sgd", "adamw"), default="sgd")
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -157,16 +178,19 @@ def main() -> None:
                 return Linears(args.width, blocks, generator)
             return Transformer(args.width, blocks, args.heads, generator)
 
+        def made(transform: Callable[[fz.Step], fz.Step], blocks: int = args.blocks) -> Callable[..., float]:
+            return fzero(module(blocks), transform, args.optimizer)
+
         contenders = {
-            "by hand": by_hand(module()),
-            "fzero, unsharded": fzero(module(), lambda step: step),
-            "fzero, ZeRO-2": fzero(module(), fz.shard_zero2),
-            "fzero, ZeRO-3": fzero(module(), fz.shard_zero3),
-            "fzero, ZeRO-3, remat": fzero(module(), lambda step: fz.remat(fz.shard_zero3(step))),
-            "fzero, unsharded, jit": fzero(module(), fz.jit),
-            "fzero, ZeRO-3, jit": fzero(module(), lambda step: fz.jit(fz.shard_zero3(step))),
-            "module": autograd(module(), False),
-            "FSDP2": autograd(module(), True),
+            "by hand": by_hand(module(), args.optimizer),
+            "fzero, unsharded": made(lambda step: step),
+            "fzero, ZeRO-2": made(fz.shard_zero2),
+            "fzero, ZeRO-3": made(fz.shard_zero3),
+            "fzero, ZeRO-3, remat": made(lambda step: fz.remat(fz.shard_zero3(step))),
+            "fzero, unsharded, jit": made(fz.jit),
+            "fzero, ZeRO-3, jit": made(lambda step: fz.jit(fz.shard_zero3(step))),
+            "module": autograd(module(), False, args.optimizer),
+            "FSDP2": autograd(module(), True, args.optimizer),
         }
         generator = torch.Generator().manual_seed(0)
         times: dict[str, list[float]] = {name: [] for name in contenders}
@@ -182,7 +206,7 @@ def main() -> None:
                     times[name].append(time.perf_counter() - start)
             assert max(losses) - min(losses) < 1e-4 * losses[0], dict(zip(contenders, losses, strict=True))
         counted = frames(contenders["fzero, ZeRO-3"], data[:, :-1], data[:, 1:])
-        half = fzero(module(args.blocks // 2), fz.shard_zero3)
+        half = made(fz.shard_zero3, args.blocks // 2)
         for _ in range(4):
             half(data[:, :-1], data[:, 1:])
         fewer = frames(half, data[:, :-1], data[:, 1:])[0]

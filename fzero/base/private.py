@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -159,8 +159,13 @@ def version(tensor: torch.Tensor) -> int:
     return versions((tensor,))[0]
 
 
-def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
+def versions(tensors: Collection[torch.Tensor]) -> list[int]:
     """Those of several."""
+    if _functorch.peek_interpreter_stack() is None:
+        try:
+            return [tensor._version for tensor in tensors]
+        except RuntimeError:  # one is of inference mode
+            pass
     found: list[int] = []
     for tensor in tensors:
         while _functorch.is_functorch_wrapped_tensor(tensor):

@@ -99,16 +99,17 @@ class Outcome:
     def check(self, cotangent: object) -> list[torch.Tensor]:
         """The cotangents of the real outputs, zeros for `None`; anything else that does not fit is refused."""
         self.check_structure(cotangent)
-        names, leaves, _ = pytree.named_leaves(cotangent)
+        leaves, _ = pytree.flatten(cotangent)
         out = []
         for place, (shape, dtype, device) in zip(self.returned.places[0], self.meta, strict=True):
-            leaf, name = leaves[place], names[place] or "the output"
+            leaf = leaves[place]
             if leaf is None:
                 leaf = torch.zeros(shape, dtype=dtype, device=device)
             got = (
                 (tuple(leaf.shape), leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else type(leaf).__name__
             )
             if got != (shape, dtype, device):
+                name = pytree.named_leaves(cotangent)[0][place] or "the output"
                 raise ValueError(
                     f"cotangent of {name}: got {got}, expected {(shape, dtype, device)}, the shape, dtype and device "
                     "of the output. Convert it with .to(...), or pass the cotangent of this forward's own output."
@@ -163,7 +164,7 @@ def is_differentiable(value: object) -> bool:
 
 def refuse_hidden(value: object) -> None:
     """Refuses an output that hides tensors, whose derivative nobody could ask for."""
-    if not isinstance(value, torch.Tensor) and tensors_inside(value):
+    if not isinstance(value, (torch.Tensor, NoneType)) and tensors_inside(value):
         raise TypeError(
             f"step: the function returned a {type(value).__name__} that holds tensors and is no pytree; expected "
             "tensors in dicts, lists, tuples and NamedTuples. Return its fields, or register the class with "

@@ -35,6 +35,8 @@ class Counters:
 
     def keys(self, device: torch.device | str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """int32[blocks], what the random bits of the elements from start to stop, multiples of 64, are drawn by."""
+        if not self.count:
+            return torch.empty(0, dtype=torch.int32, device=device)
         begin, end = start // ALIGN, self.count if stop is None else stop // ALIGN
         out = torch.arange(begin, max(begin, min(end, self.count)), dtype=torch.int32, device=device)
         if len(self.runs) == 1:

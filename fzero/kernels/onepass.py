@@ -8,7 +8,9 @@ CPU, under torch.compile on CUDA, and otherwise eagerly, chunk by chunk, with th
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -19,6 +21,7 @@ from fzero.formats.ops import TorchOps
 from fzero.kernels import build
 
 T = torch.Tensor  # of formulas: in a generated kernel a value of its loop
+Tensors = list[torch.Tensor] | tuple[torch.Tensor, ...]
 Load = Callable[..., T]  # `load(times=1)`, a moment
 Formula = Callable[..., Sequence[T]]
 LARGE = 1 << 16  # elements from which a kernel is worth its compilation
@@ -77,43 +80,80 @@ def math_dtype(*dtypes: torch.dtype) -> torch.dtype:
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
-def run(
-    formula: Formula,
-    hyper: Sequence[float],
-    buffers: Sequence[Stored],
-    grads: torch.Tensor,
-    counters: Counters,
-    compiles: bool,
-    kernel: Callable[..., None] | None,
-    generated: bool,
-) -> None:
-    """Updates params and moments in place.
+class Piece(NamedTuple):
+    """What an update writes: a slice of a group, of leaves with one count.
 
-    Args:
+    Attributes:
         hyper: the formula's numbers.
         buffers: params and moments.
         grads: flat, in the dtype that they are kept in.
         counters: none where nothing is rounded stochastically.
         compiles: whether a kernel is wanted for a small buffer too.
-        kernel: `kernel(p, g, *moments)`, torch's own, for gradients without a factor and moments in the dtype that is
-            computed in.
-        generated: whether the formula is preferred to it where updates have the bits of generated kernels: a matter of
-            device and dtype, never of a compiler or size.
+        kernel: `kernel(params, grads, *moments)` of lists of tensors, torch's own, for gradients without a factor and
+            moments in the dtype that is computed in.
     """
+
+    hyper: Sequence[float]
+    buffers: Sequence[Stored]
+    grads: torch.Tensor
+    counters: Counters
+    compiles: bool
+    kernel: Callable[..., None] | None
+
+    def kind(self) -> object:
+        """What small pieces have in common that are updated together; None of one that is updated by itself."""
+        if self.compiles or self.counters.count or self.grads.numel() >= LARGE:
+            return None
+        if not all([stored.format.plain for stored in self.buffers]):
+            return None
+        return self.hyper, self.kernel, self.grads.dtype, *[stored.dtype for stored in self.buffers]
+
+
+def run_all(formula: Formula, pieces: Iterable[Piece], generated: bool) -> None:
+    """Updates params and moments in place; small pieces together, as operations cost more than they do.
+
+    Args:
+        generated: whether the formula is preferred to a kernel of torch's where updates have the bits of generated
+            kernels: a matter of device and dtype, never of a compiler or size.
+    """
+    for kind, alike in itertools.groupby(pieces, Piece.kind):
+        for own in ([piece] for piece in alike) if kind is None else _batches(alike):
+            _run(formula, own, generated)
+
+
+def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Consecutive ones, fewer than `LARGE` elements at once."""
+    own, numel = list[Piece](), 0
+    for piece in pieces:
+        if own and numel + piece.grads.numel() >= LARGE:
+            yield own
+            own, numel = [], 0
+        own.append(piece)
+        numel += piece.grads.numel()
+    yield own
+
+
+def _run(formula: Formula, pieces: Sequence[Piece], generated: bool) -> None:
+    hyper, buffers, grads, counters, compiles, kernel = pieces[0]
     params, *moments = buffers
     dtype = math_dtype(grads.dtype, *[stored.dtype for stored in buffers])
     cpu, large = grads.device.type == "cpu", compiles or grads.numel() >= LARGE
     by_formula = cpu and dtype == torch.float32
     simple = grads.dtype == dtype and all(m.format.plain and m.dtype == dtype for m in moments) and hyper[0] == 1.0
-    if kernel is not None and simple and not (generated and by_formula):
-        own = [m.parts[0] for m in moments]
-        if params.format.plain and params.dtype == dtype:
-            kernel(params.parts[0], grads, *own)
-            return
+    takes = kernel is not None and simple and not (generated and by_formula)
+    if takes and params.format.plain and params.dtype == dtype:
+        columns = zip(*[[stored.parts[0] for stored in piece.buffers] for piece in pieces], strict=True)
+        every, *others = map(list, columns)
+        kernel(every, [piece.grads for piece in pieces], *others)  # type: ignore[misc]
+        return
+    if len(pieces) > 1:
+        _run_joined(formula, pieces, generated)
+        return
+    if takes:
         for start, stop in chunks(grads, CHUNK if cpu else ON_CUDA):
             part = params.cut(start, stop)
             value = part.to(dtype)
-            kernel(value, grads[start:stop], *[m[start:stop] for m in own])
+            kernel([value], [grads[start:stop]], *[[m.parts[0][start:stop]] for m in moments])  # type: ignore[misc]
             write(part, value, counters.keys(value.device, start, stop))
         return
     formats = tuple([stored.format for stored in buffers])
@@ -132,3 +172,14 @@ def run(
         parts = [stored.cut(start, stop).parts for stored in buffers]
         keys = counters.keys(grads.device, start, stop)
         block(formula, formats, parts, grads[start:stop], keys, numbers)
+
+
+def _run_joined(formula: Formula, pieces: Sequence[Piece], generated: bool) -> None:
+    """The same, on copies of small ones, one after the other in a buffer."""
+    stored = list(zip(*[piece.buffers for piece in pieces], strict=True))
+    buffers = [Stored(own[0].format, (torch.cat([each.parts[0] for each in own]),)) for own in stored]
+    grads = torch.cat([piece.grads for piece in pieces])
+    _run(formula, [pieces[0]._replace(buffers=buffers, grads=grads)], generated)
+    sizes = [piece.grads.numel() for piece in pieces]
+    for own, new in zip(stored, buffers, strict=True):
+        torch._foreach_copy_([each.parts[0] for each in own], new.parts[0].split(sizes))

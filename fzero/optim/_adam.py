@@ -15,7 +15,7 @@ from fzero.base import pytree
 from fzero.base.arguments import need_bool, with_betas
 from fzero.base.follow import root
 from fzero.formats.ops import Ops
-from fzero.kernels.onepass import Load, T
+from fzero.kernels.onepass import Load, T, Tensors
 from fzero.optim.base import Elementwise, at, is_some, known, mixed, need_hypers
 from fzero.table.optimizer import GradientTransformation, Number, Schedule
 
@@ -153,20 +153,14 @@ class _Adam:
         return m * (-now / (1 - b1**count)) / below, m, v, *largest
 
     def kernel(
-        self,
-        now: float,
-        count: int,
-        p: torch.Tensor,
-        g: torch.Tensor,
-        m: torch.Tensor,
-        v: torch.Tensor,
-        *largest: torch.Tensor,
+        self, now: float, count: int, params: Tensors, grads: Tensors, mu: Tensors, nu: Tensors, *largest: Tensors
     ) -> None:
         fused = torch._fused_adamw_ if self.decoupled else torch._fused_adam_
         b1, b2, decay, eps = map(known, (at(self.b1, count), self.b2, self.weight_decay, self.eps))
+        steps = [torch.tensor(float(count), device=params[0].device)] * len(params)
         fused(
-            [p], [g], [m], [v], [*largest], [torch.tensor(float(count), device=p.device)], lr=now, beta1=b1,
-            beta2=b2, weight_decay=decay, eps=eps, amsgrad=bool(largest), maximize=False,
+            params, grads, mu, nu, [x for own in largest for x in own], steps, lr=now, beta1=b1, beta2=b2,
+            weight_decay=decay, eps=eps, amsgrad=bool(largest), maximize=False,
         )  # fmt: skip
 
     def hyper(self, now: float, count: int) -> Sequence[float]:

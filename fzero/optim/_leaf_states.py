@@ -86,16 +86,19 @@ def need_kept(who: str, path: str, entries: Sequence[object]) -> None:
             )
 
 
+def is_alike(had: Sequence[object], spec: pytree.Spec, has: Sequence[object], now: pytree.Spec) -> bool:
+    """Tells whether an update has kept the form of a leaf's state, of which these are the entries."""
+    return spec == now and list(map(form, had)) == list(map(form, has))
+
+
 def changed(old: object, new: object) -> str:
-    """What an update has made otherwise in a leaf's state, in words; empty where that keeps its form."""
+    """What an update has made otherwise in a leaf's state, in words."""
     (names, had, spec), (others, has, now) = [pytree.named_leaves(state, _is_entry) for state in (old, new)]
     if spec != now:
         return f"it has the entries {others[:8]} in its containers, and had {names[:8]}"
-    for name, x, y in zip(names, had, has, strict=True):
-        if form(x) != form(y):
-            words = [f"of type {type(e).__name__}" if isinstance(e, _NUMBERS) else named(e) for e in (y, x)]
-            return f"{repr(name) if name else 'it'} is {words[0]}, and was {words[1]}"
-    return ""
+    name, x, y = next((name, x, y) for name, x, y in zip(names, had, has, strict=True) if form(x) != form(y))
+    words = [f"of type {type(e).__name__}" if isinstance(e, _NUMBERS) else named(e) for e in (y, x)]
+    return f"{repr(name) if name else 'it'} is {words[0]}, and was {words[1]}"
 
 
 def said_of(entry: object) -> object:

@@ -11,7 +11,7 @@ import torch
 from fzero.base import pytree
 from fzero.base.arguments import need_bool
 from fzero.formats.ops import Ops
-from fzero.kernels.onepass import Load, T
+from fzero.kernels.onepass import Load, T, Tensors
 from fzero.optim.base import Elementwise, is_some, known, need_hypers
 from fzero.table.optimizer import GradientTransformation, Number, Schedule
 
@@ -85,14 +85,15 @@ class _Sgd:
             g = g + self.momentum * b if self.nesterov else b
         return -now * g, b
 
-    def kernel(self, now: float, count: int, p: torch.Tensor, g: torch.Tensor, *buffer: torch.Tensor) -> None:
+    def kernel(self, now: float, count: int, params: Tensors, grads: Tensors, *buffers: Tensors) -> None:
         """To the bits of torch.optim.SGD."""
         if self.weight_decay:
-            g = g + self.weight_decay * p
-        for moved in buffer:
-            moved.mul_(self.momentum).add_(g)
-            g = g.add(moved, alpha=known(self.momentum)) if self.nesterov else moved
-        p.add_(g, alpha=-now)
+            grads = torch._foreach_add(grads, torch._foreach_mul(params, known(self.weight_decay)))
+        for moved in buffers:
+            torch._foreach_mul_(moved, known(self.momentum))
+            torch._foreach_add_(moved, grads)
+            grads = torch._foreach_add(grads, moved, alpha=known(self.momentum)) if self.nesterov else moved
+        torch._foreach_add_(params, grads, alpha=-now)
 
     def hyper(self, now: float, count: int) -> Sequence[float]:
         return known(self.weight_decay), known(self.momentum), now

@@ -23,6 +23,7 @@ from fzero.optim._leaf_states import (
     changed,
     exchanged,
     flat,
+    is_alike,
     like_leaf,
     need_kept,
     need_whole_leaves,
@@ -237,13 +238,13 @@ class Whole:
                 f"shape {tuple(p.shape)} and real numbers."
             )
         before = [y if isinstance(y, torch.Tensor) else x for x, y in zip(had, state, strict=True)]
-        if otherwise := changed(pytree.unflatten(spec, before), new):
+        entries, now = flat(new)
+        if not is_alike(before, spec, entries, now):
             raise ValueError(
-                f"{self.who}: the state of leaf {path!r} is another one after an update: {otherwise}. A state keeps "
-                "the structure, the shapes and the dtypes of what its init returned. Start with zeros for what comes "
-                "later."
+                f"{self.who}: the state of leaf {path!r} is another one after an update: "
+                f"{changed(pytree.unflatten(spec, before), new)}. A state keeps the structure, the shapes and the "
+                "dtypes of what its init returned. Start with zeros for what comes later."
             )
-        entries, _ = flat(new)
         moved = [x for i in places if isinstance(x := entries[i], torch.Tensor)]
         for i in places:
             entries[i] = had[i]

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ from fzero.base import pytree
 from fzero.base.follow import any_follows, follows
 from fzero.base.rebound import rebound, tensors_held
 from fzero.formats.bits import Counters
-from fzero.kernels.onepass import Formula, math_dtype, run, write
+from fzero.kernels.onepass import Formula, Piece, math_dtype, run_all, write
 from fzero.state.items import spans
 from fzero.state.moments import zeros_like
 from fzero.state.sharded import Draw, Sharded, is_sharded, map_trees
@@ -123,7 +123,7 @@ class Elementwise(Rated):
     direction: Callable[..., tuple[Any, ...]]
     formula: Formula  # formula(o, h, p, g, *moments) -> (p, *moments); h[0] multiplies the gradient
     hyper: Callable[[float, int], Sequence[float]]  # hyper(now, count), the numbers h from h[1] on
-    # kernel(now, count, p, g, *moments), the same in place, where all moments are in the dtype that is computed in
+    # kernel(now, count, params, grads, *moments) of lists, in place, where all is in the dtype that is computed in
     kernel: Callable[..., None] | None = None
     generated: bool = False  # whether the formula is preferred where a kernel can be generated, also without a compiler
     coupled: Number = 0.0  # a weight decay that is added to the gradients
@@ -213,6 +213,11 @@ class Elementwise(Rated):
         self._need_own(old)
         if self._tensors:
             return self._in_numbers().fused(params, grads, old)
+        run_all(self.formula, self._pieces(params, grads, old), self.generated)
+        return self.state(old[0].next(), *old[1:])
+
+    def _pieces(self, params: Sharded, grads: Sharded, old: Kept) -> Iterator[Piece]:
+        """What is to be updated, one after the other."""
         now, draw = known(rate(self.lr, old[0].value), self.lr), params.draw or Draw(0, 0)
 
         @functools.cache
@@ -233,8 +238,7 @@ class Elementwise(Rated):
                     own, its = [x.cut(start, stop) for x in stored], g[start:stop]
                     drawn = counters.cut(start, stop)
                 if its.numel():
-                    run(self.formula, numbers, own, its, drawn, compiled, one, self.generated)
-        return self.state(old[0].next(), *old[1:])
+                    yield Piece(numbers, own, its, drawn, compiled, one)
 
 
 def is_some(number: Number) -> bool:

@@ -93,13 +93,14 @@ def taken(step: Spec, layout: Layout, structure: pytree.Spec, one_by_one: bool, 
 
 
 def _largest(layout: Layout, count: int) -> list[Key]:
-    """The largest groups of each optimizer, in their order; and the largest one that no kernel is used for."""
+    """The largest groups of each optimizer, in their order; and the most small ones that are updated together."""
     by_optimizer = collections.defaultdict[str, list[Key]](list)
     for key in layout.trainable:
         by_optimizer[layout.groups[key].row.optimizer].append(key)
     some = {key for own in by_optimizer.values() for key in heapq.nlargest(count, own, key=layout.shard_numel)}
-    small = [key for key in layout.trainable if layout.shard_numel(key) < LARGE]
-    some.update(heapq.nlargest(1, small, key=layout.shard_numel))
+    small = [[key for key in own if layout.shard_numel(key) < LARGE] for own in by_optimizer.values()]
+    parts = [part for own in small for part in layout.in_parts(own)]
+    some.update(max(parts, key=lambda part: sum(map(layout.shard_numel, part)), default=()))
     return [key for key in layout.trainable if key in some]
 
 

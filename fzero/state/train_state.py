@@ -44,6 +44,7 @@ class TrainState:
         "_dead",
         "_extra",
         "_grads",
+        "_made_by",
         "_moments",
         "_overwritten",
         "_params",
@@ -68,6 +69,19 @@ class TrainState:
         self.step, self.seed, self.signature = step, seed, signature
         self._dead: str | None = None
         self._overwritten: str | None = None
+
+    def __getstate__(self) -> object:
+        """What is pickled, and copied: not the step that has made it, whose function may be none that can be."""
+        own = [name for name in self.__slots__ if name != "_made_by" and hasattr(self, name)]
+        return None, {name: getattr(self, name) for name in own}
+
+    def made_by(self, step: object) -> TrainState:
+        """The same, which needs no check that it is of this step."""
+        self._made_by = step
+        return self
+
+    def is_made_by(self, step: object) -> bool:
+        return getattr(self, "_made_by", None) is step
 
     def _read(self, value: Any) -> Any:
         if self._dead:

@@ -16,6 +16,7 @@ from fzero.formats.formats import Format, Plain, Stored
 Wait = Callable[[], torch.Tensor]
 donated_to: weakref.WeakSet[object] = weakref.WeakSet()  # updates that are overwriting a state
 _SHOWN = "_fzero_shown"  # set on copies whose writes count as those to a buffer that is away
+_any_shown = False  # whether there was ever one
 
 
 class Away:
@@ -90,8 +91,9 @@ class Away:
 
     def shown(self, copy: torch.Tensor) -> torch.Tensor:
         """A copy for somebody who may write to it: nobody would see that, so the next one to read this is told."""
+        global _any_shown
         out = private.counted(copy, self._writes)
-        vars(out)[_SHOWN] = True
+        vars(out)[_SHOWN] = _any_shown = True
         return out
 
     def _refuse_writes(self) -> None:
@@ -134,6 +136,8 @@ def owned(buffer: Buffer) -> Buffer:
 def all_owned(buffers: Mapping[Name, Buffer]) -> tuple[dict[Name, Buffer], bool]:
     """`owned` of all of a tree's buffers, and whether any is away."""
     own, away = dict(buffers), False
+    if not _any_shown and {torch.Tensor}.issuperset(map(type, own.values())):
+        return own, False
     for name, x in own.items():
         if isinstance(x, Away):
             away = True

@@ -87,6 +87,18 @@ class Group:
         ends = [0, *[slot.offset + slot.numel for slot in self.slots]]
         return tuple((end, size) for end, size in zip(ends, self.split_sizes[::2], strict=True) if size)
 
+    @cached_property
+    def _order(self) -> tuple[tuple[int, int], ...]:
+        """What a buffer consists of: the places of leaves, each with 0, and of gaps -1 with the size."""
+        parts = list[tuple[int, int]]()
+        for place, gap in enumerate(self.split_sizes[::2]):
+            parts += [(-1, gap), (place, 0)] if gap else [(place, 0)]
+        return tuple(parts[:-1])  # as a gap, too, is behind the last leaf
+
+    @cached_property
+    def _gap_sizes(self) -> frozenset[int]:
+        return frozenset(size for _, size in self._gaps)
+
     def cut(self, full: torch.Tensor) -> dict[int, torch.Tensor]:
         """Leaf index -> its view of a full buffer that nothing differentiates."""
         base, views = full.storage_offset(), dict[int, torch.Tensor]()
@@ -96,17 +108,13 @@ class Group:
 
     def full_of(self, leaves: Sequence[torch.Tensor | None], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A new full buffer of the leaves, which nothing differentiates; `None` and gaps are zero."""
-        if self.numel < _SMALL and len(leaves) + len(self._gaps) > 1:  # of one it would be a view
-            parts, zeros = list[torch.Tensor](), dict[int, torch.Tensor]()
-            for gap, x in zip(self.split_sizes[::2], (*leaves, None), strict=True):
-                if gap and gap not in zeros:
-                    zeros[gap] = torch.zeros(gap, dtype=dtype, device=device)
-                if gap:
-                    parts.append(zeros[gap])
-                if x is not None and x.dtype == dtype and x.layout == torch.strided:
-                    parts.append(x)
-            if len(parts) == len(leaves) + len(self._gaps):
-                return private.flattened(parts)
+        if self.numel < _SMALL and len(self._order) > 1:  # of one it would be a view
+            for x in leaves:
+                if x is None or x.dtype != dtype or x.layout != torch.strided:
+                    break
+            else:
+                zeros = {gap: torch.zeros(gap, dtype=dtype, device=device) for gap in self._gap_sizes}
+                return private.flattened([zeros[gap] if gap else leaves[place] for place, gap in self._order])
         return self.join_into(pages.empty(self.numel, dtype, device), leaves)
 
     def join_into(self, full: torch.Tensor, leaves: Sequence[torch.Tensor | None]) -> torch.Tensor:
@@ -243,6 +251,19 @@ class Layout:
             if (numel := self.groups[key].numel) < _SMALL and numel <= room:
                 out[key], room = None, room - numel
         return out
+
+    def in_parts(self, keys: Iterable[Key]) -> list[tuple[Key, ...]]:
+        """Some groups in the parts that are updated at once: large ones by themselves, small ones together."""
+        parts, room = list[tuple[Key, ...]](), 0
+        for key in keys:
+            numel = self.shard_numel(key)
+            if numel < room:
+                parts[-1] += (key,)
+            else:
+                parts.append((key,))
+                room = _SMALL
+            room -= numel
+        return parts
 
     @cached_property
     def keeping(self) -> tuple[Key, ...]:

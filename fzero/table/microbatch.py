@@ -239,7 +239,7 @@ def mean_of(parts: Sequence[object], factors: Sequence[float] | None = None) -> 
     dtype = _widest([tensor.dtype for tensor in tensors])
     wide = [tensor.to(dtype) for tensor in tensors]
     if factors is None:
-        return torch.stack(wide).mean(0)
+        return torch.stack(wide).mean(0) if len(wide) > 1 else wide[0].clone()
     return torch.stack([_times(x, factor, factor) for x, factor in zip(wide, factors, strict=True)]).sum(0)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -74,9 +75,11 @@ def _applied(
         with Update(step, state) as update:
             trainable = state.layout.trainable
             # the others' gathers then run meanwhile, and transfers
-            waits = step.optimizer.copies or (state.params.held_entries and not step.optimizer.exchanges)
-            one_by_one = step.optimizer.by_group and (waits or update.moves or grads.away)
-            parts = [(key,) for key in trainable] if one_by_one else [trainable]
+            parts = [trainable]
+            if step.optimizer.by_group and (step.optimizer.copies or update.moves or grads.away):
+                parts = [(key,) for key in trainable]
+            elif step.optimizer.by_group and state.params.held_entries and not step.optimizer.exchanges:
+                parts = state.layout.in_parts(trainable)
             try:
                 for keys, following in itertools.pairwise((*parts, ())):
                     update.apply(keys, grads.only(keys), decision.extra, following)
@@ -97,7 +100,7 @@ def known_metrics(step: Spec, state: TrainState) -> dict[str, object]:
 
 def is_finite(norm: torch.Tensor) -> bool:
     """Tells whether a norm is finite; a fake tensor, which has no value, is."""
-    return private.is_fake(norm) or bool(torch.isfinite(norm))
+    return private.is_fake(norm) or math.isfinite(norm)
 
 
 def on_host(step: Spec, layout: Layout) -> frozenset[Key]:
@@ -150,7 +153,8 @@ class Decision:
                 update.lost(error, " in the update of state.extra")
             raise
         count = state.step + (update is not None)
-        return state.changed(params=params, moments=moments, grads=None, extra=own, step=count), self.metrics
+        new = state.changed(params=params, moments=moments, grads=None, extra=own, step=count)
+        return new.made_by(step), self.metrics
 
 
 def _to_cpu(value: Any) -> Any:
