@@ -49,6 +49,7 @@ TWICE_DERIVED = (f"{STRAIGHT}::test_each_kind[derives_twice]",)
 WRITES = (f"{STRAIGHT}::test_each_kind[writes]",)
 USED_UP = (f"{STRAIGHT}::test_a_unit_that_was_used_up_within_the_function",)
 NOTHING_LEFT = (f"{STRAIGHT}::test_nothing_is_left_of_a_call_without_the_collector",)
+TOGETHER = ("tests/kernels/test_onepass.py::test_small_groups_together_have_the_bits_of_each_by_itself",)
 BEFORE = ("tests/base/test_private.py::test_a_hook_before_others",)
 
 
@@ -117,6 +118,9 @@ MUTANTS = [
     Mutant("engine/straight.py", "        self._put_down()\n", "", tests=ALIVE),
     Mutant("engine/gathered.py", "        else:\n            self._empty()\n", "", tests=ALIVE),
     Mutant("base/hooks.py", "        held.clear()  #", "        #", tests=BEFORE),
+    Mutant("kernels/onepass.py", "return self.hyper, self.kernel, self.grads", "return self.grads", tests=TOGETHER),
+    Mutant("kernels/onepass.py", " or self.counters.count or", " or", tests=TOGETHER),
+    Mutant("kernels/onepass.py", "numel + piece.grads.numel() >= LARGE", "numel >= LARGE", tests=TOGETHER),
     Mutant("update/fused.py", "state, grads, self.times)", "state, grads, 1.0)", tests=THIRDS),
 ]
 
