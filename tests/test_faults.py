@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import scenarios
@@ -13,6 +14,7 @@ from exactness import SHARDS
 from nightly import by_turns, in_turns
 
 import fzero as fz
+from fzero.table import layout
 from fzero.testing import assert_trees_close, run_ranks
 
 pytestmark = pytest.mark.usefixtures("hazards")
@@ -61,7 +63,7 @@ def raises_in_the_update(rank: int, stage: int, fused: bool, at: int) -> None:
     bad = build(lr, stage, fused)
     for _ in range(2):
         asked = 0
-        with pytest.raises(KeyError, match="the user's own"):
+        with mock.patch.object(layout, "_SMALL", 0), pytest.raises(KeyError, match="the user's own"):  # as large ones
             bad(state, *scenarios.vector_batches(2)[rank])
     goes_on(rank, good, state)
 

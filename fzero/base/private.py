@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -154,6 +155,9 @@ is_wrapper: Callable[[torch.Tensor], bool] = _functorch.is_functorch_wrapped_ten
 inner: Callable[[torch.Tensor], torch.Tensor] = _functorch.get_unwrapped
 
 
+_version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
+
+
 def version(tensor: torch.Tensor) -> int:
     """Counts how often a tensor's memory was written to, below every functorch level; 0 in inference mode."""
     return versions((tensor,))[0]
@@ -163,7 +167,7 @@ def versions(tensors: Collection[torch.Tensor]) -> list[int]:
     """Those of several."""
     if _functorch.peek_interpreter_stack() is None:
         try:
-            return [tensor._version for tensor in tensors]
+            return list(map(_version_of, tensors))
         except RuntimeError:  # one is of inference mode
             pass
     found: list[int] = []

@@ -122,14 +122,14 @@ class Split:
             self._kinds = like._kinds
         else:
             self._kinds = [next((i for i, is_kind in enumerate(kinds) if is_kind(leaf)), None) for leaf in leaves]
-        self._others = [leaf if kind is None else None for leaf, kind in zip(leaves, self._kinds, strict=True)]
+        self.others = [leaf if kind is None else None for leaf, kind in zip(leaves, self._kinds, strict=True)]
         self.places = [[place for place, kind in enumerate(self._kinds) if kind == i] for i in range(len(kinds))]
         self.leaves: list[list[Any]] = [[leaves[place] for place in places] for places in self.places]
 
     def join(self, *leaves: Iterable[object]) -> Any:
         """The tree with other leaves of each kind."""
         iterators = [iter(own) for own in leaves]
-        pairs = zip(self._kinds, self._others, strict=True)
+        pairs = zip(self._kinds, self.others, strict=True)
         return unflatten(self.spec, [other if kind is None else next(iterators[kind]) for kind, other in pairs])
 
 

@@ -83,8 +83,11 @@ class Delivery:
         if key in self.unreduced:
             earlier = self.unreduced.pop(key)  # a second pullback will want it again
             full = full.add_(earlier) if full.dtype == earlier.dtype else earlier + full
-        self._under_way.add(key)
         self._left[key] -= 1
+        if self.schedule.uses[key].axis.ranks == 1:
+            self._arrived(key, full)
+            return
+        self._under_way.add(key)
         self.schedule.reduce(key, full, functools.partial(self._arrived, key))
 
     def _arrived(self, key: Key, shard: torch.Tensor) -> None:

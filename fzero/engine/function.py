@@ -223,7 +223,7 @@ def call_function(
     step: Spec, state: TrainState, traversal: Traversal, primals: Mapping[Key, torch.Tensor], inputs: Sequence[object]
 ) -> Any:
     """The user's function on the tree of full tensors and handles."""
-    tensors = [x for x in pytree.flatten((dict(primals), inputs))[0] if isinstance(x, torch.Tensor)]
+    tensors = [*primals.values(), *[x for x in pytree.flatten(tuple(inputs))[0] if isinstance(x, torch.Tensor)]]
     # of a state that was converted other groups are called, and other leaves are differentiated
     form = (private.level(), torch.is_grad_enabled(), tuple(active(tensors)), hash(state.layout))
     # what a trace calls says nothing of runs, and other ranks may not trace

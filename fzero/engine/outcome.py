@@ -98,21 +98,19 @@ class Outcome:
 
     def check(self, cotangent: object) -> list[torch.Tensor]:
         """The cotangents of the real outputs, zeros for `None`; anything else that does not fit is refused."""
-        self.check_structure(cotangent)
-        leaves, _ = pytree.flatten(cotangent)
-        out = []
+        leaves = need_structure(cotangent, self.returned.spec)
+        out = list[torch.Tensor]()
         for place, (shape, dtype, device) in zip(self.returned.places[0], self.meta, strict=True):
             leaf = leaves[place]
             if leaf is None:
                 leaf = torch.zeros(shape, dtype=dtype, device=device)
-            got = (
-                (tuple(leaf.shape), leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else type(leaf).__name__
-            )
-            if got != (shape, dtype, device):
+            of = (tuple(leaf.shape), leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else None
+            if not isinstance(leaf, torch.Tensor) or of != (shape, dtype, device):
                 name = pytree.named_leaves(cotangent)[0][place] or "the output"
                 raise ValueError(
-                    f"cotangent of {name}: got {got}, expected {(shape, dtype, device)}, the shape, dtype and device "
-                    "of the output. Convert it with .to(...), or pass the cotangent of this forward's own output."
+                    f"cotangent of {name}: got {of or type(leaf).__name__}, expected {(shape, dtype, device)}, the "
+                    "shape, dtype and device of the output. Convert it with .to(...), or pass the cotangent of this "
+                    "forward's own output."
                 )
             out.append(leaf)
         return out
@@ -121,9 +119,9 @@ class Outcome:
 def split_both(step: Spec, result: object) -> tuple[pytree.Split, pytree.Split]:
     """What a function returned, split: outputs that have cotangents from others, tensors of aux from others."""
     out, aux = split_result(step, result)
-    for leaf in pytree.flatten((out, aux))[0]:
-        refuse_hidden(leaf)
     outputs, others = pytree.Split(out, is_differentiable, pytree.is_tensor), pytree.Split(aux, pytree.is_tensor)
+    for leaf in (*outputs.others, *others.others):
+        refuse_hidden(leaf)
     if not outputs.leaves[0]:
         raise nothing_to_pull(out)
     return outputs, others
@@ -141,14 +139,15 @@ def is_transformed(cotangent: object) -> bool:
     return any(isinstance(x, torch.Tensor) and x.requires_grad for x in pytree.leaves(cotangent))
 
 
-def need_structure(cotangent: object, expected: pytree.Spec | None) -> None:
-    """Refuses a cotangent of another structure than the outputs'."""
-    spec = pytree.flatten(cotangent)[1]
+def need_structure(cotangent: object, expected: pytree.Spec | None) -> list[object]:
+    """The leaves of a cotangent; one of another structure than the outputs' is refused."""
+    leaves, spec = pytree.flatten(cotangent)
     if spec != expected:
         raise ValueError(
             f"cotangent: got the structure {spec}, expected that of the outputs, {expected}. "
             "Give one cotangent per output, in the same containers; None counts as zero."
         )
+    return leaves
 
 
 NO_FIRST_HALF = (
@@ -174,6 +173,8 @@ def refuse_hidden(value: object) -> None:
 
 def wanted_of(inputs: Sequence[object], argnums: Collection[int] | None) -> list[int]:
     """Flat positions of the input tensors to differentiate."""
+    if argnums == ():
+        return []
     out, place, lengths = [], 0, {*places_in(tuple(inputs)).values()}
     for number, tree in enumerate(inputs):
         for leaf in pytree.flatten(tree)[0]:

@@ -126,7 +126,9 @@ class Run(Outcome):
                 with torch.enable_grad(), private.outside_inference():
                     own = {key: x.detach().requires_grad_() for key, x in primals.items()}
                     found: Any = function(own, [x.detach().requires_grad_() for x in differentiated])
-                real, others = pytree.map(torch.Tensor.detach, found)
+                real, (carried, aux) = found
+                real = tuple([x.detach() for x in real])
+                others = tuple([x.detach() for x in carried]), tuple([x.detach() for x in aux])
                 self._pull = functools.partial(_pulled_plainly, traversal, ends[0])
         self._ends: Ends | None = ends[0]
         self._note(returned[0], real, others)

@@ -188,6 +188,19 @@ class Traversal:
         self.schedule.finish_reductions()
         return arrived[0].to(use.reduce)
 
+    def collects_together(self, keys: tuple[Key, ...], cotangents: Sequence[torch.Tensor | None]) -> bool:
+        """Delivers the cotangents of groups that share a node as parts of one buffer, if all leaves have one."""
+        delivery, dtype = self.delivery, self.uses[keys[0]].wire
+        if delivery is None or delivery.into or delivery.used is not None or self.mask.masked:
+            return False
+        for key in keys:
+            if self.uses[key].wire != dtype or not self.wants(key):
+                return False
+        fulls = self.layout.packed(keys, cotangents, dtype)
+        for key, full in zip(keys, fulls, strict=False):
+            delivery.add(key, full)
+        return bool(fulls)
+
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Units that are called inside draw their seeds from here."""
@@ -277,6 +290,8 @@ class _Full(torch.autograd.Function):
     @staticmethod
     def backward(ctx: private.Context, *cotangents: torch.Tensor | None) -> object:  # type: ignore[override]
         traversal, given = ctx.traversal, iter(cotangents)
+        if len(ctx.keys) > 1 and first_order() and traversal.collects_together(ctx.keys, cotangents):
+            return None, None, *[None for _ in ctx.keys]
         out: list[object] = [None, None]
         for key in ctx.keys:
             own = list(itertools.islice(given, len(traversal.layout.groups[key].slots)))

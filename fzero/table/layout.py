@@ -48,6 +48,39 @@ class Slot:
     shape: tuple[int, ...]
 
 
+class Order(NamedTuple):
+    """What the buffers of some groups consist of, one after the other.
+
+    Attributes:
+        parts: the place of a leaf and 0, or -1 and the size of a gap.
+        gaps: these sizes.
+    """
+
+    parts: tuple[tuple[int, int], ...]
+    gaps: frozenset[int]
+
+    @staticmethod
+    def of(groups: Iterable[Group]) -> Order:
+        parts, place = list[tuple[int, int]](), 0
+        for group in groups:
+            for gap in group.split_sizes[:-1:2]:
+                parts += [(-1, gap), (place, 0)] if gap else [(place, 0)]
+                place += 1
+            parts += [(-1, group.split_sizes[-1])] if group.split_sizes[-1] else []
+        return Order(tuple(parts), frozenset(gap for _, gap in parts if gap))
+
+    def packed(self, leaves: Sequence[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor | None:
+        """A new buffer of the leaves, gaps are zero; None where not all leaves are there, dense and of a dtype."""
+        for x in leaves:
+            if x is None or x.dtype != dtype or x.layout != torch.strided:
+                return None
+        assert leaves[0] is not None
+        zeros, parts = dict(zip(self.gaps, map(leaves[0].new_zeros, self.gaps), strict=True)), list[object]()
+        for place, gap in self.parts:
+            parts.append(zeros[gap] if gap else leaves[place])
+        return private.flattened(parts)
+
+
 @dataclass(frozen=True)
 class Group:
     """The like leaves of one unit, which share their buffers. Rank r owns elements [r, r + 1) * numel / shards."""
@@ -88,16 +121,8 @@ class Group:
         return tuple((end, size) for end, size in zip(ends, self.split_sizes[::2], strict=True) if size)
 
     @cached_property
-    def _order(self) -> tuple[tuple[int, int], ...]:
-        """What a buffer consists of: the places of leaves, each with 0, and of gaps -1 with the size."""
-        parts = list[tuple[int, int]]()
-        for place, gap in enumerate(self.split_sizes[::2]):
-            parts += [(-1, gap), (place, 0)] if gap else [(place, 0)]
-        return tuple(parts[:-1])  # as a gap, too, is behind the last leaf
-
-    @cached_property
-    def _gap_sizes(self) -> frozenset[int]:
-        return frozenset(size for _, size in self._gaps)
+    def _order(self) -> Order:
+        return Order.of((self,))
 
     def cut(self, full: torch.Tensor) -> dict[int, torch.Tensor]:
         """Leaf index -> its view of a full buffer that nothing differentiates."""
@@ -108,14 +133,10 @@ class Group:
 
     def full_of(self, leaves: Sequence[torch.Tensor | None], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A new full buffer of the leaves, which nothing differentiates; `None` and gaps are zero."""
-        if self.numel < _SMALL and len(self._order) > 1:  # of one it would be a view
-            for x in leaves:
-                if x is None or x.dtype != dtype or x.layout != torch.strided:
-                    break
-            else:
-                zeros = {gap: torch.zeros(gap, dtype=dtype, device=device) for gap in self._gap_sizes}
-                return private.flattened([zeros[gap] if gap else leaves[place] for place, gap in self._order])
-        return self.join_into(pages.empty(self.numel, dtype, device), leaves)
+        full = None
+        if self.numel < _SMALL and len(self._order.parts) > 1:  # of one it would be a view
+            full = self._order.packed(leaves, dtype)
+        return self.join_into(pages.empty(self.numel, dtype, device), leaves) if full is None else full
 
     def join_into(self, full: torch.Tensor, leaves: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """Copies the leaves into a full buffer, `None` and gaps are zero: the one copy into a flat buffer."""
@@ -188,6 +209,7 @@ class Layout:
     # as far as asked for: groups and this rank's number in each -> as `state.squares._places`
     places: dict[object, tuple[np.ndarray, np.ndarray, int]] = field(default_factory=dict, repr=False)
     _sizes: dict[tuple[Key, int], list[int]] = field(default_factory=dict, repr=False)
+    _orders: dict[tuple[Key, ...], Order] = field(default_factory=dict, repr=False)
 
     def __reduce__(self) -> tuple[object, ...]:
         return Layout, (self.rows, self.shards, self.groups, self.tensor)  # not the tables, which know steps
@@ -251,6 +273,16 @@ class Layout:
             if (numel := self.groups[key].numel) < _SMALL and numel <= room:
                 out[key], room = None, room - numel
         return out
+
+    def packed(
+        self, keys: tuple[Key, ...], leaves: Sequence[torch.Tensor | None], dtype: torch.dtype
+    ) -> Sequence[torch.Tensor]:
+        """The full buffers of some groups, as parts of a new one; none where `Order.packed` gives none."""
+        order = self._orders.get(keys)
+        if order is None:
+            order = self._orders[keys] = Order.of([self.groups[key] for key in keys])
+        full = order.packed(leaves, dtype)
+        return () if full is None else full.split([self.groups[key].numel for key in keys])
 
     def in_parts(self, keys: Iterable[Key]) -> list[tuple[Key, ...]]:
         """Some groups in the parts that are updated at once: large ones by themselves, small ones together."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -153,7 +154,7 @@ class Policy:
         assert self.moment is not None
         return Plain(self.moment, self.rounding != "nearest" and self.moment == torch.bfloat16)
 
-    @property
+    @functools.cached_property
     def wire(self) -> torch.dtype:
         """The dtype in which a full gradient travels to be summed, never wider than that of the sum."""
         assert self.grad and self.compute and self.reduce
