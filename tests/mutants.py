@@ -118,8 +118,8 @@ MUTANTS = [
     Mutant("engine/straight.py", "        self._put_down()\n", "", tests=ALIVE),
     Mutant("engine/gathered.py", "        else:\n            self._empty()\n", "", tests=ALIVE),
     Mutant("base/hooks.py", "        held.clear()  #", "        #", tests=BEFORE),
-    Mutant("kernels/onepass.py", "return self.hyper, self.kernel, self.grads", "return self.grads", tests=TOGETHER),
-    Mutant("kernels/onepass.py", " or self.counters.count or", " or", tests=TOGETHER),
+    Mutant("kernels/onepass.py", "return piece.hyper, piece.kernel, piece.comp", "return piece.comp", tests=TOGETHER),
+    Mutant("kernels/onepass.py", " or piece.counters.count or", " or", tests=TOGETHER),
     Mutant("kernels/onepass.py", "numel + piece.grads.numel() >= LARGE", "numel >= LARGE", tests=TOGETHER),
     Mutant("update/fused.py", "state, grads, self.times)", "state, grads, 1.0)", tests=THIRDS),
 ]

@@ -183,7 +183,8 @@ def _machine() -> str:
     return f"{known} {platform.libc_ver()}"
 
 
-def carries(formats: Sequence[Format], grad: torch.dtype) -> bool:
+@functools.cache
+def carries(formats: tuple[Format, ...], grad: torch.dtype) -> bool:
     """Tells whether kernels have all these types."""
     return {grad, *(part.dtype for form in formats for part in form.parts)} <= TYPES.keys()
 

@@ -25,6 +25,7 @@ Tensors = list[torch.Tensor] | tuple[torch.Tensor, ...]
 Load = Callable[..., T]  # `load(times=1)`, a moment
 Formula = Callable[..., Sequence[T]]
 LARGE = 1 << 16  # elements from which a kernel is worth its compilation
+FEW = 1 << 12  # elements, up to which a kernel takes less time than its call
 ON_CUDA = 1 << 24
 
 
@@ -100,13 +101,40 @@ class Piece(NamedTuple):
     compiles: bool
     kernel: Callable[..., None] | None
 
-    def kind(self) -> object:
-        """What small pieces have in common that are updated together; None of one that is updated by itself."""
-        if self.compiles or self.counters.count or self.grads.numel() >= LARGE:
+    @property
+    def dtype(self) -> torch.dtype:
+        """What is computed in."""
+        return math_dtype(self.grads.dtype, *[stored.dtype for stored in self.buffers])
+
+    def takes(self, generated: bool) -> bool:
+        """Tells whether torch's own kernel updates this."""
+        if self.kernel is None or self.hyper[0] != 1.0 or self.grads.dtype != (dtype := self.dtype):
+            return False
+        if generated and self.grads.device.type == "cpu" and dtype == torch.float32:
+            return False
+        return all([own.format.plain and own.dtype == dtype for own in self.buffers[1:]])
+
+    def made(self, formula: Formula) -> Made | None:
+        """The generated kernel, if it is worth its compilation and can be had."""
+        formats = tuple([stored.format for stored in self.buffers])
+        if self.grads.device.type != "cpu" or not (self.compiles or self.grads.numel() >= LARGE):
             return None
-        if not all([stored.format.plain for stored in self.buffers]):
+        if self.dtype != torch.float32 or not build.carries(formats, self.grads.dtype):
             return None
-        return self.hyper, self.kernel, self.grads.dtype, *[stored.dtype for stored in self.buffers]
+        if private.is_fake(self.grads):  # of which only the memory counts, and a kernel takes none
+            return None if build.compiler() is None else Made(lambda *_: None)
+        run = build.kernel(formula, formats, self.grads.dtype, len(self.hyper))
+        return None if run is None else Made(run)
+
+
+class Made(NamedTuple):
+    """A generated kernel."""
+
+    run: Callable[..., None]
+
+    def __call__(self, piece: Piece) -> None:
+        numbers = torch.tensor(piece.hyper, dtype=torch.float32, device="cpu")
+        self.run([part for stored in piece.buffers for part in stored.parts], piece.grads, piece.counters, numbers)
 
 
 def run_all(formula: Formula, pieces: Iterable[Piece], generated: bool) -> None:
@@ -116,9 +144,24 @@ def run_all(formula: Formula, pieces: Iterable[Piece], generated: bool) -> None:
         generated: whether the formula is preferred to a kernel of torch's where updates have the bits of generated
             kernels: a matter of device and dtype, never of a compiler or size.
     """
-    for kind, alike in itertools.groupby(pieces, Piece.kind):
+    for kind, alike in itertools.groupby(pieces, functools.partial(_kind, formula, generated)):
+        if isinstance(kind, Made):
+            for piece in alike:
+                kind(piece)
+            continue
         for own in ([piece] for piece in alike) if kind is None else _batches(alike):
             _run(formula, own, generated)
+
+
+def _kind(formula: Formula, generated: bool, piece: Piece) -> object:
+    """What updates a piece by itself: a generated kernel, or None; or what it has in common with those beside it."""
+    buffers, numel = piece.buffers, piece.grads.numel()
+    alone = numel >= LARGE or piece.counters.count or not all([stored.format.plain for stored in buffers])
+    if (alone or numel >= FEW) and not piece.takes(generated) and (made := piece.made(formula)) is not None:
+        return made
+    if alone:
+        return None
+    return piece.hyper, piece.kernel, piece.compiles, piece.grads.dtype, *[stored.dtype for stored in buffers]
 
 
 def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
@@ -134,13 +177,9 @@ def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 
 
 def _run(formula: Formula, pieces: Sequence[Piece], generated: bool) -> None:
-    hyper, buffers, grads, counters, compiles, kernel = pieces[0]
-    params, *moments = buffers
-    dtype = math_dtype(grads.dtype, *[stored.dtype for stored in buffers])
-    cpu, large = grads.device.type == "cpu", compiles or grads.numel() >= LARGE
-    by_formula = cpu and dtype == torch.float32
-    simple = grads.dtype == dtype and all(m.format.plain and m.dtype == dtype for m in moments) and hyper[0] == 1.0
-    takes = kernel is not None and simple and not (generated and by_formula)
+    first = pieces[0]
+    hyper, buffers, grads, counters, compiles, kernel = first
+    (params, *moments), dtype, takes = buffers, first.dtype, first.takes(generated)
     if takes and params.format.plain and params.dtype == dtype:
         columns = zip(*[[stored.parts[0] for stored in piece.buffers] for piece in pieces], strict=True)
         every, *others = map(list, columns)
@@ -149,6 +188,7 @@ def _run(formula: Formula, pieces: Sequence[Piece], generated: bool) -> None:
     if len(pieces) > 1:
         _run_joined(formula, pieces, generated)
         return
+    cpu = grads.device.type == "cpu"
     if takes:
         for start, stop in chunks(grads, CHUNK if cpu else ON_CUDA):
             part = params.cut(start, stop)
@@ -156,18 +196,13 @@ def _run(formula: Formula, pieces: Sequence[Piece], generated: bool) -> None:
             kernel([value], [grads[start:stop]], *[[m.parts[0][start:stop]] for m in moments])  # type: ignore[misc]
             write(part, value, counters.keys(value.device, start, stop))
         return
-    formats = tuple([stored.format for stored in buffers])
+    if (made := first.made(formula)) is not None:
+        made(first)
+        return
     numbers = torch.tensor(hyper, dtype=dtype, device=grads.device)
-    if large and by_formula and build.carries(formats, grads.dtype):
-        fake = private.is_fake(grads)
-        if fake and build.compiler() is not None:
-            return  # of fake tensors only the memory counts, and a kernel takes none
-        made = None if fake else build.kernel(formula, formats, grads.dtype, len(hyper))
-        if made is not None:
-            made([part for stored in buffers for part in stored.parts], grads, counters, numbers)
-            return
-    compiled = large and grads.device.type == "cuda"
+    compiled = (compiles or grads.numel() >= LARGE) and grads.device.type == "cuda"
     block, chunk = (_compiled(), grads.numel()) if compiled else (_block, CHUNK if cpu else ON_CUDA)
+    formats = tuple([stored.format for stored in buffers])
     for start, stop in chunks(grads, chunk):
         parts = [stored.cut(start, stop).parts for stored in buffers]
         keys = counters.keys(grads.device, start, stop)

@@ -16,7 +16,7 @@ from fzero.base import pytree
 from fzero.base.follow import any_follows, follows
 from fzero.base.rebound import rebound, tensors_held
 from fzero.formats.bits import Counters
-from fzero.kernels.onepass import Formula, Piece, math_dtype, run_all, write
+from fzero.kernels.onepass import LARGE, Formula, Piece, math_dtype, run_all, write
 from fzero.state.items import spans
 from fzero.state.moments import zeros_like
 from fzero.state.sharded import Draw, Sharded, is_sharded, map_trees
@@ -226,11 +226,13 @@ class Elementwise(Rated):
             return (1.0 / grads.scale, *self.hyper(now, count)), one
 
         moments = [tree for tree in old[1:] if isinstance(tree, Sharded)]
+        # a kernel is worth its compilation for many small groups, too
+        many = params.device.type == "cpu" and params.layout.shard_total >= LARGE
         for key in params.groups:
             stored = [tree.stored(key) for tree in (params, *moments)]
             rounds = any([own.format.rounds for own in stored])
             counters = draw.counters(params.layout, key, params.rank_of(key)) if rounds else Counters()
-            compiled, g = key.unit in draw.compiled, grads.local(key)
+            compiles, g = many or key.unit in draw.compiled, grads.local(key)
             for start, stop, missed in spans(old[0], params, key):
                 numbers, one = of_count(old[0].value - missed + 1)
                 own, its, drawn = stored, g, counters
@@ -238,7 +240,7 @@ class Elementwise(Rated):
                     own, its = [x.cut(start, stop) for x in stored], g[start:stop]
                     drawn = counters.cut(start, stop)
                 if its.numel():
-                    yield Piece(numbers, own, its, drawn, compiled, one)
+                    yield Piece(numbers, own, its, drawn, compiles, one)
 
 
 def is_some(number: Number) -> bool:

@@ -302,6 +302,11 @@ class Layout:
         """The keys of the frozen groups that keep their moments."""
         return tuple(key for key, group in self.groups.items() if group.row.frozen and group.row.moments)
 
+    @cached_property
+    def shard_total(self) -> int:
+        """The elements of all that is updated, on one rank."""
+        return sum(map(self.shard_numel, self.trainable))
+
     def shard_numel(self, key: Key) -> int:
         return self.groups[key].numel // self.groups[key].shards
 

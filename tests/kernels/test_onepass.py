@@ -45,9 +45,10 @@ def after_updates(optimizer: str, policy: str, sizes: list[int], stage: int, lat
     return [x.clone() for x in tree_leaves(state) if isinstance(x, torch.Tensor)]
 
 
-@example("adamw", "float32", [700, 64, 63], 3, 2, True)  # of other counts
-@example("lion", "bf16", [64, 64, 700], 0, 1, False)  # rounded stochastically
-@example("sgd", "bf16 params, float32 moments", [30_000] * 5, 0, 1, False)  # more than one batch takes
+@example("adamw", "float32", [700, 64, 63], 3, 2, True, False)  # of other counts
+@example("lion", "bf16", [64, 64, 700], 0, 1, False, False)  # rounded stochastically
+@example("sgd", "bf16 params, float32 moments", [30_000] * 5, 0, 1, False, False)  # more than one batch takes
+@example("adamw", "float32", [700, 4097, 30_000, 70_000], 2, 2, True, True)  # with a kernel, and without
 @given(
     optimizer=st.sampled_from(sorted(updates.OPTIMIZERS)),
     policy=st.sampled_from(sorted(updates.POLICIES)),
@@ -55,9 +56,10 @@ def after_updates(optimizer: str, policy: str, sizes: list[int], stage: int, lat
     stage=st.integers(0, 3),
     world=st.integers(1, 3),
     late=st.booleans(),
+    kernels=st.booleans(),
 )
 def test_small_groups_together_have_the_bits_of_each_by_itself(
-    optimizer: str, policy: str, sizes: list[int], stage: int, world: int, late: bool
+    optimizer: str, policy: str, sizes: list[int], stage: int, world: int, late: bool, kernels: bool
 ) -> None:
     batches, most = onepass._batches, list[int]()
 
@@ -69,13 +71,14 @@ def test_small_groups_together_have_the_bits_of_each_by_itself(
     def each(pieces: Iterable[onepass.Piece]) -> Any:
         return ([piece] for piece in pieces)
 
-    def run(how: Any) -> list[torch.Tensor]:
+    def run(how: Any, kernels: bool) -> list[torch.Tensor]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(onepass, "_batches", how)
-            patch.setattr(build, "kernel", lambda *_: None)  # the eager path
+            if not kernels:
+                patch.setattr(build, "kernel", lambda *_: None)
             return run_ranks(lambda _: after_updates(optimizer, policy, sizes, stage, late), world)[0]
 
-    together, apart = run(looked_at), run(each)
+    together, apart = run(looked_at, kernels), run(each, False)
     assert len(together) == len(apart)
     assert all(torch.equal(a, b) for a, b in zip(together, apart, strict=True))
     assert max(most, default=0) < onepass.LARGE
