@@ -68,7 +68,8 @@ def place_in(frame: FrameType) -> Place:
 # ---- of an operation that a mode looks at
 
 NOWHERE = Place("", 0, "a module of torch's")
-_OWN = "fzero.", "torch.testing._internal.distributed."  # the second are collectives of ranks that are threads
+_THREADS = "torch.testing._internal.distributed."  # collectives of ranks that are threads
+_OWN = "fzero.", _THREADS
 _PASS_ON = "fzero.purity", "fzero.base.random", "fzero.base.places"  # which call an operator for somebody else
 
 
@@ -85,6 +86,15 @@ def place_here() -> Place | None:
         torchs = module.startswith(("torch.", "contextlib")) and not module.startswith("torch.nn")
         direct = direct and (passes or torchs)
     return NOWHERE
+
+
+def is_a_threads() -> bool:
+    """Tells whether the operation that is looked at is one of a collective of ranks that are threads.
+
+    torch 2.11 shows these to whoever looks.
+    """
+    modules = (str(frame.f_globals.get("__name__")) for frame in frames(()))
+    return next((own for own in modules if not own.startswith("fzero.")), "").startswith(_THREADS)
 
 
 def frames_here() -> list[FrameType]:

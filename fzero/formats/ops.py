@@ -8,6 +8,7 @@ from typing import TypeAlias
 import torch
 
 _HIGH = -65536  # the upper half of a word
+_LOW = tuple([(1 << (32 - count)) - 1 for count in range(33)])  # what is left of one that is shifted, by how far
 
 
 class TorchOps:
@@ -28,7 +29,7 @@ class TorchOps:
 
     @staticmethod
     def shift(x: torch.Tensor, count: int) -> torch.Tensor:
-        return (x >> count) & ((1 << (32 - count)) - 1)
+        return (x >> count) & _LOW[count]
 
     @staticmethod
     def extended(x: torch.Tensor, count: int) -> torch.Tensor:

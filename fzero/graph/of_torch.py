@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 Table = Mapping[Any, Callable[..., Any]]  # decompositions of operators
-CHECK = torch.ops.aten._assert_async.default  # the one of its checks that torch drops
+CHECKS = torch.ops.aten._assert_async.default, torch.ops.aten._linalg_check_errors.default  # which torch drops
 CASTS = torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default
 
 

@@ -83,7 +83,7 @@ SENT = {SEND, ARRIVED}
 EFFECTS = {*SENT, HOST}  # other ranks wait for them, whether or not their values are used here
 OWN = {GATHER, REDUCE, REGION, PULL, *EFFECTS}
 NAMED = torch.ops.fzero.named.default  # a value has this name, until the graph is cut
-for _each in (*EFFECTS, NAMED, of_torch.CHECK):
+for _each in (*EFFECTS, NAMED, *of_torch.CHECKS):
     has_side_effect(_each)
 
 

@@ -26,7 +26,7 @@ from fzero.base.context import during, variable
 from fzero.base.follow import tangents_of
 from fzero.base.node import Op, edges_to
 from fzero.base.operators import Operator, kind_of
-from fzero.base.places import NOWHERE, Place, place_here
+from fzero.base.places import NOWHERE, Place, is_a_threads, place_here
 from fzero.base.refusals import heard, is_library, noted, place_of
 from fzero.comm.backend import COLLECTIVES
 from fzero.purity.collectives import current
@@ -217,7 +217,7 @@ class Look(dispatch.TorchDispatchMode):
             return
         if func == SET_DATA and _is_itself(*operands):  # type: ignore[arg-type] - as module.to(dtype) sets it
             return
-        if writes(func, kwargs):  # before autograd says something else of it
+        if writes(func, kwargs) and not is_a_threads():  # before autograd says something else of it
             out = (kwargs or {}).get("out")
             for x in pytree.flatten(operands[:1] if out is None else out)[0]:
                 if isinstance(x, torch.Tensor) and not isinstance(x, StandIn):
