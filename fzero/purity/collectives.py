@@ -102,8 +102,8 @@ class Collectives:
         if _meant(name) and all(frame.f_code.co_name != "__torch_function__" for frame in frames_here()):
             self._refuse(
                 f"calls the method {name!r} of a process group ({place}), whose operands do not say whether they are "
-                "differentiated. Call the function of torch.distributed. (torch 2.11 shows as functions only all_reduce "
-                "and gathers of tensors: call others outside of the step.)"
+                "differentiated. Call the function of torch.distributed. (torch 2.11 shows only all_reduce and "
+                "gathers of tensors as functions: call others outside of the step.)"
             )
 
     def _refuse(self, what: str) -> None:
