@@ -91,7 +91,7 @@ def place_here() -> Place | None:
 def is_a_threads() -> bool:
     """Tells whether the operation that is looked at is one of a collective of ranks that are threads.
 
-    torch 2.11 shows these to whoever looks.
+    torch 2.11 shows these to whoever looks, and not the functions that a user calls for them.
     """
     modules = (str(frame.f_globals.get("__name__")) for frame in frames(()))
     return next((own for own in modules if not own.startswith("fzero.")), "").startswith(_THREADS)
