@@ -71,17 +71,18 @@ class TrainState:
         self._overwritten: str | None = None
 
     def __getstate__(self) -> object:
-        """What is pickled, and copied: not the step that has made it, whose function may be none that can be."""
+        """What is pickled, and copied: all but the step that has made it."""
         own = [name for name in self.__slots__ if name != "_made_by" and hasattr(self, name)]
         return None, {name: getattr(self, name) for name in own}
 
     def made_by(self, step: object) -> TrainState:
         """The same, which needs no check that it is of this step."""
-        self._made_by = step
+        self._made_by = weakref.ref(step)  # which may hold a model
         return self
 
     def is_made_by(self, step: object) -> bool:
-        return getattr(self, "_made_by", None) is step
+        made_by = getattr(self, "_made_by", None)
+        return made_by is not None and made_by() is step
 
     def _read(self, value: Any) -> Any:
         if self._dead:

@@ -5,8 +5,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -218,3 +220,27 @@ def test_a_state_of_one_process_is_pickled_and_copied(transform: Callable[[fz.St
     wanted = fz.gather(step(state, x)[0].params)
     for other in others:
         assert_trees_equal(fz.gather(step(other, x)[0].params), wanted)
+
+
+def test_a_state_is_checked_wherever_it_was_not_made_by_the_step() -> None:
+    loss = lambda p, x: (p["w"] * x).sum()
+    step, x = fz.train_step(loss, fz.sgd(0.1)), torch.ones(3)
+    state, _ = step(step.init({"w": torch.ones(3)}), x)
+    assert state.is_made_by(step)
+    copies = copy.copy(state), copy.deepcopy(state), pickle.loads(pickle.dumps(state)), state.replace(seed=1)
+    assert not any(own.is_made_by(step) for own in copies)
+    bad = torch_pytree.tree_map(lambda x: x.view(1, -1), state)
+    with pytest.raises(ValueError, match="Map functions that keep shapes"):
+        step(bad, x)
+    for other in (fz.train_step(loss, fz.adamw(0.1)), fz.ema(step, 0.9)):
+        with pytest.raises(ValueError, match=r"convert it|this step's init"):
+            other(state, x)
+
+
+def test_a_state_keeps_no_step_alive() -> None:
+    step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1))
+    state, _ = step(step.init({"w": torch.ones(3)}), torch.ones(3))
+    held = weakref.ref(step)
+    del step
+    gc.collect()
+    assert held() is None and state.step == 1
