@@ -88,7 +88,7 @@ class _Sgd:
     def kernel(self, now: float, count: int, params: Tensors, grads: Tensors, *buffers: Tensors) -> None:
         """To the bits of torch.optim.SGD."""
         if self.weight_decay:
-            grads = torch._foreach_add(grads, torch._foreach_mul(params, known(self.weight_decay)))
+            grads = torch._foreach_add(grads, params, alpha=known(self.weight_decay))
         for moved in buffers:
             torch._foreach_mul_(moved, known(self.momentum))
             torch._foreach_add_(moved, grads)

@@ -135,3 +135,18 @@ def test_states_of_fewer_moments_and_updates_without_params_are_refused() -> Non
         made(other.init(tree), torch.ones(2))
     with pytest.raises(ValueError, match=r"adamw: got no params.*update\(grads, state, params\)"):
         fz.adamw(0.1).update(tree, fz.adamw(0.1).init(tree))
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_sgd_in_float64_has_the_bits_of_torch(nesterov: bool) -> None:
+    """Where a kernel of torch's updates, also with a weight decay."""
+    drawn = torch.randn(4, 1001, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    leaf = drawn[0].clone().requires_grad_()
+    theirs = torch.optim.SGD([leaf], 0.1, momentum=0.9, weight_decay=0.013, nesterov=nesterov)
+    step = fz.train_step(lambda p: p, fz.sgd(0.1, momentum=0.9, weight_decay=0.013, nesterov=nesterov))
+    state = step.init({"w": drawn[0]})
+    for grad in drawn[1:]:
+        state, _ = step.update(state, {"w": grad})
+        leaf.grad = grad
+        theirs.step()
+    assert torch.equal(state.params["w"], leaf.detach())
