@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import inspect
 from collections.abc import Mapping
 
 import torch
@@ -30,7 +31,8 @@ _SCATTERED = (
 )
 
 
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+# since torch 2.14 it is no function of Python's
+_APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
 _TORCHS = ("torch.distributed", "torch.utils.checkpoint")  # whose Functions give no derivative of a step's loss
 
 
@@ -78,12 +80,13 @@ class Collectives:
         read = name in _SENDS or (module.startswith("torch._ops") and not name.endswith("_") and name != "irecv")
         written = operands[:0] if read else operands[1:2] if name == "gather" else operands[:1]
         given: object = operands if torch.is_grad_enabled() else written  # what is made of the others is a constant
-        functions = [frame.f_locals for frame in frames_here() if frame.f_code is _APPLY]
+        functions = _functions_here()
         if functions:  # what they are given is differentiated, and not what they compute; a user's has its derivative
-            torchs = all(own["cls"].__module__.startswith(_TORCHS) for own in functions)
+            torchs = all(module.startswith(_TORCHS) for module, _ in functions)
             real = any(x.is_floating_point() for x in pytree.tensors_in(operands))
-            given = functions[0]["args"] if torchs and real else ()
-        tensors = [x for x in pytree.tensors_in(given) if private.is_differentiated(x)]
+            tensors = functions[0][1] if torchs and real else []
+        else:
+            tensors = _differentiated(given)
         if tensors:
             self._refuse(
                 f"communicates a tensor of shape {tuple(tensors[0].shape)} that is differentiated by "
@@ -120,3 +123,30 @@ def _meant(name: str) -> str:
     """The map that does what a function does; "" if it communicates no tensors."""
     known = [key for key in _MAPS if name.replace("_", "").startswith(key)]
     return _MAPS[max(known, key=len)] if known else ""
+
+
+def _differentiated(tree: object) -> list[torch.Tensor]:
+    return [x for x in pytree.tensors_in(tree) if private.is_differentiated(x)]
+
+
+def _functions_here() -> list[tuple[str, list[torch.Tensor]]]:
+    """The autograd Functions that run, the innermost first: the module of each, and what of it is differentiated."""
+    if _APPLY is not None:
+        calls = [frame.f_locals for frame in frames_here() if frame.f_code is _APPLY]
+        return [(call["cls"].__module__, _differentiated(call["args"])) for call in calls]
+    kinds, codes, found = [torch.autograd.Function], dict[object, str](), list[tuple[str, list[torch.Tensor]]]()
+    for kind in kinds:  # which grows
+        kinds += kind.__subclasses__()
+        codes.setdefault(getattr(inspect.unwrap(kind.forward), "__code__", None), kind.__module__)
+    for frame in frames_here():
+        code, own = frame.f_code, frame.f_locals
+        if code in codes:
+            count = code.co_argcount + bool(code.co_flags & inspect.CO_VARARGS)
+            first, *others = [own[name] for name in code.co_varnames[:count]]
+            if (needs := getattr(first, "needs_input_grad", None)) is not None:  # others may have new values by now
+                flat = [*others[:-1], *others[-1]] if code.co_flags & inspect.CO_VARARGS else others
+                tensors = [x for x, own in zip(flat, needs, strict=False) if own and isinstance(x, torch.Tensor)]
+            else:
+                tensors = _differentiated([first, *others])
+            found.append((codes[code], tensors))
+    return found
