@@ -51,6 +51,7 @@ def function_of(expression: str) -> Any:
     return eval(source, {"torch": torch, "unit": lambda x, own: unit(x, own)[1], **TENSORS})
 
 
+@pytest.mark.filterwarnings("ignore:B?Complex.* support is experimental:UserWarning")  # torch's, once in a process
 @given(expressions)
 def test_numbers_of_python_make_what_they_make_without_a_graph(expression: str) -> None:
     fn = function_of(expression)
