@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fzero as fz
 from fzero.engine import run
+from fzero.purity import collectives
 
 # torch's own: of plain runs that are wrong, and of deprecated names
 pytestmark = [
@@ -540,6 +541,18 @@ def test_later_runs_are_not_looked_at(alone) -> None:
 
 THREADS: tuple[Kind, ...] = (all_reduce, of_one_rank, all_gather, broadcast, gather, scatter, checkpointed)
 GOOD: tuple[Kind, ...] = (own_slice, data_beside, functional_constant, summed)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed.nn.functional.* is deprecated:FutureWarning")
+@pytest.mark.parametrize("unit", [False, True])
+def test_functions_are_found_by_their_forward(alone, unit, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As since torch 2.14, whose `apply` is in C."""
+    monkeypatch.setattr(collectives, "_APPLY", None)
+    for name in ("torch's sum", "torch's gather", "after a function", "checkpointed")[: None if unit else 3]:
+        said = _outcome(REFUSED[name][0], 0, (unit, 1, False), 1)
+        assert "communicates a tensor" in said and f"fz.parallel.{REFUSED[name][2]}(" in said, (name, said)
+    for name in ("data beside", "summed"):
+        assert _outcome(ALLOWED[name], 0, (unit, 1, False), 2) == "as plain torch"
 
 
 @pytest.mark.parametrize("unit", [False, True])
