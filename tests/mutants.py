@@ -120,7 +120,7 @@ MUTANTS = [
     Mutant("base/hooks.py", "        held.clear()  #", "        #", tests=BEFORE),
     Mutant("kernels/onepass.py", "return piece.hyper, piece.kernel, piece.comp", "return piece.comp", tests=TOGETHER),
     Mutant("kernels/onepass.py", " or piece.counters.count or", " or", tests=TOGETHER),
-    Mutant("kernels/onepass.py", "numel + piece.grads.numel() >= LARGE", "numel >= LARGE", tests=TOGETHER),
+    Mutant("base/pytree.py", "total + size(item) >= limit", "total >= limit", tests=TOGETHER),
     Mutant("update/fused.py", "state, grads, self.times)", "state, grads, 1.0)", tests=THIRDS),
 ]
 

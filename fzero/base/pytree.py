@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -14,6 +14,7 @@ import torch.utils._pytree as torch_pytree
 Spec = optree.PyTreeSpec
 Test = Callable[[object], bool]
 Node = TypeVar("Node")
+Item = TypeVar("Item")
 Dict = TypeVar("Dict", bound=dict[Any, Any])
 _GLOBAL = optree.registry.__GLOBAL_NAMESPACE  # type: ignore[attr-defined]
 # namespaces in which dicts keep the order of their entries, which structures then compare, too
@@ -241,3 +242,16 @@ class Count:
 
 
 register(Count, lambda node: ((), Unseen(node.said)), lambda metadata, _: Count.of(metadata.value))
+
+
+def batches(items: Iterable[Item], size: Callable[[Item], int], limit: int) -> Iterator[list[Item]]:
+    """Consecutive items whose sizes add up to less than the limit; one that does not alone is by itself."""
+    own, total = list[Item](), 0
+    for item in items:
+        if own and total + size(item) >= limit:
+            yield own
+            own, total = [], 0
+        own.append(item)
+        total += size(item)
+    if own:
+        yield own

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from fzero.base import private
+from fzero.base import private, pytree
 from fzero.formats.bits import Counters, Fields, drawn_by, word
 from fzero.formats.formats import CHUNK, GROUP, Format, Stored, chunks, load, store
 from fzero.formats.ops import TorchOps
@@ -166,14 +166,7 @@ def _kind(formula: Formula, generated: bool, piece: Piece) -> object:
 
 def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
     """Consecutive ones, fewer than `LARGE` elements at once."""
-    own, numel = list[Piece](), 0
-    for piece in pieces:
-        if own and numel + piece.grads.numel() >= LARGE:
-            yield own
-            own, numel = [], 0
-        own.append(piece)
-        numel += piece.grads.numel()
-    yield own
+    return pytree.batches(pieces, lambda piece: piece.grads.numel(), LARGE)
 
 
 def _run(formula: Formula, pieces: Sequence[Piece], generated: bool) -> None:

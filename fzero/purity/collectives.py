@@ -142,9 +142,9 @@ def _functions_here() -> list[tuple[str, list[torch.Tensor]]]:
         code, own = frame.f_code, frame.f_locals
         if code in codes:
             count = code.co_argcount + bool(code.co_flags & inspect.CO_VARARGS)
-            first, *others = [own[name] for name in code.co_varnames[:count]]
+            first, *others = [own.get(name) for name in code.co_varnames[:count]] or [None]
             if (needs := getattr(first, "needs_input_grad", None)) is not None:  # others may have new values by now
-                flat = [*others[:-1], *others[-1]] if code.co_flags & inspect.CO_VARARGS else others
+                flat = [*others[:-1], *(others[-1] or ())] if code.co_flags & inspect.CO_VARARGS else others
                 tensors = [x for x, own in zip(flat, needs, strict=False) if own and isinstance(x, torch.Tensor)]
             else:
                 tensors = _differentiated([first, *others])

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from fzero.base import pages, private
+from fzero.base import pages, private, pytree
 from fzero.formats.formats import ALIGN, Format
 from fzero.table.rows import Row, Rule, Table
 
@@ -286,16 +286,7 @@ class Layout:
 
     def in_parts(self, keys: Iterable[Key]) -> list[tuple[Key, ...]]:
         """Some groups in the parts that are updated at once: large ones by themselves, small ones together."""
-        parts, room = list[tuple[Key, ...]](), 0
-        for key in keys:
-            numel = self.shard_numel(key)
-            if numel < room:
-                parts[-1] += (key,)
-            else:
-                parts.append((key,))
-                room = _SMALL
-            room -= numel
-        return parts
+        return list(map(tuple, pytree.batches(keys, self.shard_numel, _SMALL)))
 
     @cached_property
     def keeping(self) -> tuple[Key, ...]:
