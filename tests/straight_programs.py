@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -145,7 +146,8 @@ def _derived(y: torch.Tensor, by: torch.Tensor, **how: Any) -> torch.Tensor:
 
 def derives(call: Call, unit: Any, p: Any, q: Any, h: torch.Tensor, n: int) -> torch.Tensor:
     h = torch.sin(h)
-    return h + _derived(call(unit, q, h, False), h, create_graph=True)  # as its first run shows
+    y = call(unit, q, h, not h.requires_grad)  # its first run shows the derivative
+    return h + _derived(y, h, create_graph=True)
 
 
 def derives_twice(call: Call, unit: Any, p: Any, q: Any, h: torch.Tensor, n: int) -> torch.Tensor:
@@ -202,6 +204,7 @@ class Program(NamedTuple):
     leaves: tuple[int, int, int] = (1, 2, 3)  # how many each block has
     moves: bool = True  # whether the first input is differentiated
     transforms: tuple[str, ...] = ("shard_zero3",)
+    mapped: int = STEPS  # from which step on cotangents are pulled back under torch.func.vmap, too
 
     @property
     def params(self) -> Any:
@@ -220,7 +223,9 @@ class Program(NamedTuple):
         return call(affine, p["blocks"][2], h).square().sum(-1).mean()
 
     def trains(self, path: Any) -> bool:
-        return "freeze" not in self.transforms or path[1] != 1
+        if "freeze" in self.transforms and path[1] == 1:
+            return False
+        return "frozen_leaves" not in self.transforms or path[2] != "b"
 
 
 def batch(rank: int, n: int) -> torch.Tensor:
@@ -257,19 +262,39 @@ def by_hand(program: Program, world: int) -> list[Any]:
 
 TRANSFORMS: dict[str, Callable[[fz.Step], fz.Step]] = {
     "shard_zero3": fz.shard_zero3,
+    "shard_w": lambda step: fz.shard_zero3(step, pattern="*.w"),
     "fuse_update": fz.fuse_update,
     "donate": fz.donate,
     "offload": lambda step: fz.offload(step, params="host", moments="host"),
     "accumulate": lambda step: fz.accumulate(step, 2),
     "freeze": lambda step: fz.freeze(step, "blocks.1.*"),
+    # of one unit several groups
+    "frozen_leaves": lambda step: fz.freeze(step, "blocks.*.b"),
+    "host_leaves": lambda step: fz.offload(step, params="host", pattern="blocks.*.c"),
+    "disk": lambda step: fz.offload(step, params=fz.Disk(tempfile.mkdtemp()), pattern="blocks.0.*"),
     "remat": fz.remat,
     "activations": lambda step: fz.offload(step, activations="host"),
 }
+SHARDS = "shard_zero3", "shard_w"  # one of them
+MEMORIES = "offload", "host_leaves", "disk"  # at most one
 NEVER = {"remat", "activations"}  # under which no call may be a part of the graph
 
 
 def in_unit(fn: Any, q: Any, h: torch.Tensor, _: bool = True) -> Any:
     return fz.unit(fn)(q, h)
+
+
+def need_mapped(pullback: Any, loss: torch.Tensor, mean: Any, trains: Callable[[Any], bool]) -> None:
+    """Needs the gradients of all cotangents at once."""
+
+    def one(factor: torch.Tensor) -> list[torch.Tensor]:
+        grads, _ = pullback(torch.full_like(loss, 1 / max(loss.numel(), 1)) * factor, retain_graph=True)
+        return optree.tree_leaves(fz.gather(grads))
+
+    got = torch.func.vmap(one)(torch.tensor(COTANGENTS, dtype=F64))
+    trained = optree.tree_leaves(optree.tree_map_with_path(lambda path, g: g if trains(path) else None, mean))
+    for own, g in zip(got, trained, strict=True):
+        assert_trees_close(own, torch.stack([factor * g for factor in COTANGENTS]), rtol=1e-9, atol=1e-12)
 
 
 def follow(rank: int, program: Program, want: list[Any], counts: bool = True) -> None:
@@ -280,6 +305,8 @@ def follow(rank: int, program: Program, want: list[Any], counts: bool = True) ->
     taken()
     for n, (losses, mean, params, calls) in enumerate(want):
         loss, pullback = step.vjp(state, batch(rank, n), n)
+        if n >= program.mapped:
+            need_mapped(pullback, loss, mean, program.trains)
         for factor in COTANGENTS:
             grads, _ = pullback(torch.full_like(loss, factor / max(loss.numel(), 1)), retain_graph=factor > 0)
             got = optree.tree_leaves(fz.gather(grads), none_is_leaf=True)
@@ -290,7 +317,7 @@ def follow(rank: int, program: Program, want: list[Any], counts: bool = True) ->
         torch.testing.assert_close(metrics["loss"].item(), sum(losses) / len(losses), rtol=1e-10, atol=1e-12)
         assert_trees_close(fz.gather(state.params), params, rtol=1e-10)
         found = taken()
-        if counts and n >= 2:  # each form of each call has been proven
+        if counts and 2 <= n < program.mapped:  # each form of each call has been proven
             runs = 2 * (2 if "accumulate" in program.transforms else 1)
             assert found == (0 if NEVER & {*program.transforms} else runs * calls)
 

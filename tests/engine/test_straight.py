@@ -18,7 +18,10 @@ from nightly import by_day, in_turns
 from straight_programs import (
     F64,
     KINDS,
+    MEMORIES,
     RATE,
+    SHARDS,
+    STEPS,
     TRANSFORMS,
     UNITS,
     Program,
@@ -48,12 +51,17 @@ def programs() -> st.SearchStrategy[Program]:
     return st.builds(
         Program,
         st.lists(action, min_size=1, max_size=3).map(tuple),
-        st.tuples(*[st.integers(1, 3)] * 3),
+        st.tuples(st.integers(1, 3), st.integers(1, 3), st.just(3)),  # of which some transforms are of one
         st.booleans(),
-        st.lists(st.sampled_from(sorted({*TRANSFORMS} - {"shard_zero3"})), unique=True, max_size=3)
-        .flatmap(lambda others: st.permutations(["shard_zero3", *others]))
+        st.tuples(
+            st.sampled_from(SHARDS).map(lambda name: [name]),
+            st.lists(st.sampled_from(MEMORIES), max_size=1),
+            st.lists(st.sampled_from(sorted({*TRANSFORMS}.difference(SHARDS, MEMORIES))), unique=True, max_size=3),
+        )
+        .flatmap(lambda drawn: st.permutations(sum(drawn, [])))
         .map(tuple),
-    )
+        st.integers(0, STEPS),
+    ).map(lambda drawn: drawn._replace(mapped=STEPS) if "recomputes" in str(drawn.actions) else drawn)
 
 
 @by_day(16)
