@@ -7,12 +7,22 @@ asks any more it is the stance that it was put over: whoever puts it back later,
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from typing import TypeVar
 
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._C._dynamo.eval_frame import (
+    _FrameAction,
+    _FrameExecStrategy,
+    get_eval_frame_callback,
+    set_code_exec_strategy,
+)
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Mode = TypeVar("Mode", bound=TorchDispatchMode)
 
 Called = tuple[tuple[object, ...], Mapping[str, object] | None]  # the operands of a function
 
@@ -68,6 +78,15 @@ def end(owner: object) -> None:
         eval_frame = sys.modules["torch._dynamo.eval_frame"]
         if isinstance(eval_frame._stance, _Stance):
             setattr(eval_frame, "_stance", eval_frame._stance.over)  # noqa: B010 - also where something is compiled
+
+
+def uncompiled(mode: type[Mode]) -> type[Mode]:
+    """A mode whose own code Dynamo leaves out; torch's wrapper for it imports Dynamo, which takes seconds."""
+    own = inspect.unwrap(mode.__torch_dispatch__)
+    own._torchdynamo_disable = True  # type: ignore[attr-defined]
+    set_code_exec_strategy(own.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    setattr(mode, "__torch_dispatch__", own)  # noqa: B010 - of a class that is no variable's
+    return mode
 
 
 class Functions(TorchFunctionMode):

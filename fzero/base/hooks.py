@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -139,7 +140,8 @@ def putting_away(
 
 def without_compiled_autograd() -> contextlib.AbstractContextManager[object]:
     """Inside, autograd's own engine pulls back, as torch.func has it do."""
-    return torch._dynamo.compiled_autograd._disable()  # type: ignore[attr-defined]
+    other = sys.modules.get("torch._dynamo.compiled_autograd")  # which nothing can have turned on before it is imported
+    return other._disable() if other is not None else contextlib.nullcontext()
 
 
 def number_of(node: graph.Node) -> int:

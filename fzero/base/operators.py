@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fzero.base import pytree
+from fzero.base.as_written import uncompiled
 
 Operator: TypeAlias = torch._ops.OpOverload
 Function = Callable[..., object]
@@ -113,6 +114,7 @@ def flops_of(function: Function, args: Sequence[object], kwargs: Mapping[str, ob
     return int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
 
 
+@uncompiled
 class Flops(TorchDispatchMode):
     """Inside, counts the FLOPs of what runs.
 
@@ -131,6 +133,7 @@ class Flops(TorchDispatchMode):
         return out
 
 
+@uncompiled
 class Wide(TorchDispatchMode):
     """Computes on in float64 where a function goes from there to fewer bits, as by x.float(), autocast or dtype=."""
 

@@ -18,6 +18,7 @@ import torch
 from torch.utils import _python_dispatch as dispatch
 
 from fzero.base import as_written, hooks, private
+from fzero.base.as_written import uncompiled
 from fzero.base.context import during, variable
 from fzero.base.node import edges_to
 from fzero.base.operators import Function, flops_of, is_zero, kind_of
@@ -80,6 +81,7 @@ class Plan(NamedTuple):
     blanks: frozenset[int]
 
 
+@uncompiled
 class Tracing(dispatch.TorchDispatchMode):
     """Inside, operations are numbered.
 

@@ -17,6 +17,7 @@ from torch.autograd.graph import Node
 from torch.utils import _python_dispatch as dispatch
 
 from fzero.base import hooks, private, pytree
+from fzero.base.as_written import uncompiled
 from fzero.base.context import in_function
 from fzero.base.patterns import ROOT
 from fzero.base.places import Place, frames, place_in
@@ -45,6 +46,7 @@ class _Op(NamedTuple):
     engine: bool = False  # it gathers, copies or sums, and the caller did not write it
 
 
+@uncompiled
 class Values(dispatch.TorchDispatchMode):
     """The look at one run of a step on this rank; magnitudes beyond a limit are noted."""
 

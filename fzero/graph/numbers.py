@@ -9,6 +9,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fzero.base import private, pytree
+from fzero.base.as_written import uncompiled
 from fzero.base.operators import Operator
 from fzero.base.refusals import place_of
 from fzero.graph.of_torch import TorchDispatchMode
@@ -86,6 +87,7 @@ class Made(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+@uncompiled
 class Numbers(TorchDispatchMode):
     """Inside, operators take what is marked for numbers of Python, and what they make of numbers alone is one, too."""
 

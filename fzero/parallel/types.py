@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _python_dispatch as dispatch
 
 from fzero.base import private, pytree
+from fzero.base.as_written import uncompiled
 from fzero.base.context import variable
 from fzero.base.places import Place, frames, place_in
 from fzero.base.refusals import is_library
@@ -165,6 +166,7 @@ def set_type(tensor: torch.Tensor, own: Type) -> torch.Tensor:
     return tensor
 
 
+@uncompiled
 class Watch(dispatch.TorchDispatchMode):
     """Inside, every operator gives what it makes a type, below autograd and functorch, also in pullbacks.
 

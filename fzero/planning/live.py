@@ -9,8 +9,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fzero.base import private, pytree
+from fzero.base.as_written import uncompiled
 
 
+@uncompiled
 class LiveBytes(TorchDispatchMode):
     """A context that counts the bytes of all tensors that were made inside, on this thread, and still exist.
 

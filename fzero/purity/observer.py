@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _python_dispatch as dispatch
 
 from fzero.base import hooks, private, pytree
-from fzero.base.as_written import Functions
+from fzero.base.as_written import Functions, uncompiled
 from fzero.base.carriers import flatten
 from fzero.base.context import during, variable
 from fzero.base.follow import tangents_of
@@ -83,6 +83,7 @@ class Seen(NamedTuple):
     place: Place | None
 
 
+@uncompiled
 class Look(dispatch.TorchDispatchMode):
     """Looks at one run, as a context.
 
