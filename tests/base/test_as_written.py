@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -134,3 +137,54 @@ def test_a_step_inside_of_what_is_compiled_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"Call the step outside of that function, keep it out by torch\.compiler"):
         outer(torch.ones(3, 4))
     assert stance() == "default"
+
+
+# ---- in a process of its own, in which nobody has imported Dynamo
+
+PROGRAM = """
+import sys, torch, fzero as fz
+from fzero.testing import run_ranks
+
+def block(p, x):
+    return fz.name(torch.tanh(x @ p["w"]), "a")
+
+def compiles(p, x):
+    return torch.compile(lambda x: torch.tanh(x @ p["w"]), backend="eager")(x)
+
+def params():
+    return [{"w": torch.eye(4) / 2}, {"w": torch.eye(4) / 3}]
+
+def losses(fn, *around):
+    step = fz.train_step(lambda p, x: fn(p[1], fn(p[0], x)).square().mean(), fz.sgd(0.1))
+    for transform in around:
+        step = transform(step)
+    state, out = step.init(params()), []
+    for _ in range(3):
+        state, metrics = step(state, torch.ones(3, 4))
+        out.append(metrics["loss"].item())
+    return out
+"""
+
+
+def printed(tmp_path: Path, lines: str) -> list[str]:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM + lines)
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout.splitlines()
+
+
+def test_steps_do_not_import_dynamo(tmp_path: Path) -> None:
+    """It takes seconds, and a first step milliseconds."""
+    lines = """
+losses(block)
+losses(fz.unit(block), lambda step: fz.remat(step, save=["a"]))
+run_ranks(lambda rank: losses(fz.unit(block), fz.shard_zero3, fz.donate, fz.autocast), 2)
+print("torch._dynamo" in sys.modules)
+"""
+    assert printed(tmp_path, lines) == ["False"]
+
+
+def test_what_is_compiled_first_in_a_first_run(tmp_path: Path) -> None:
+    want, *got = printed(tmp_path, "for fn in block, compiles, fz.unit(compiles): print(losses(fn))")
+    assert got == [want, want]
