@@ -19,7 +19,7 @@ from fzero.formats.formats import ALIGN, Format
 from fzero.table.rows import Row, Rule, Table
 
 _TOGETHER = 1 << 20  # elements of all groups that share a node
-_SMALL = 1 << 16  # elements, up to which one operation on all of a buffer costs less than some on parts
+SMALL = 1 << 16  # elements, up to which one operation on all of a buffer costs less than some on parts
 
 
 def _aligned(numel: int, step: int = ALIGN) -> int:
@@ -134,14 +134,14 @@ class Group:
     def full_of(self, leaves: Sequence[torch.Tensor | None], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A new full buffer of the leaves, which nothing differentiates; `None` and gaps are zero."""
         full = None
-        if self.numel < _SMALL and len(self._order.parts) > 1:  # of one it would be a view
+        if self.numel < SMALL and len(self._order.parts) > 1:  # of one it would be a view
             full = self._order.packed(leaves, dtype)
         return self.join_into(pages.empty(self.numel, dtype, device), leaves) if full is None else full
 
     def join_into(self, full: torch.Tensor, leaves: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """Copies the leaves into a full buffer, `None` and gaps are zero: the one copy into a flat buffer."""
         parts = list(self.cut(full).values())
-        if self.numel < _SMALL:  # filling all of it costs less than finding the gaps
+        if self.numel < SMALL:  # filling all of it costs less than finding the gaps
             full.zero_()
         else:
             missing = [part for part, x in zip(parts, leaves, strict=True) if x is None]
@@ -270,7 +270,7 @@ class Layout:
         """
         room, out = _TOGETHER, dict[Key, None]()
         for key in keys:
-            if (numel := self.groups[key].numel) < _SMALL and numel <= room:
+            if (numel := self.groups[key].numel) < SMALL and numel <= room:
                 out[key], room = None, room - numel
         return out
 
@@ -286,7 +286,7 @@ class Layout:
 
     def in_parts(self, keys: Iterable[Key]) -> list[tuple[Key, ...]]:
         """Some groups in the parts that are updated at once: large ones by themselves, small ones together."""
-        return list(map(tuple, pytree.batches(keys, self.shard_numel, _SMALL)))
+        return list(map(tuple, pytree.batches(keys, self.shard_numel, SMALL)))
 
     @cached_property
     def keeping(self) -> tuple[Key, ...]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -24,29 +24,29 @@ from fzero.state.sharded import Sharded
 from fzero.state.squares import LeafSquares, need_alike_beside, over_ranks, squares_of
 from fzero.state.train_state import TrainState
 from fzero.stores.away import tensor_of
-from fzero.table.layout import Key
+from fzero.table.layout import SMALL, Key
 from fzero.table.spec import Spec
 from fzero.update.update import Decision, Update, apply_update, is_finite, with_kept
 
 
 class _Grads:
-    """The grads that the last microbatch's pullback delivers, group by group, with what earlier ones left."""
+    """The grads that the last microbatch's pullback delivers, some groups at once, with what earlier ones left."""
 
     def __init__(self, step: Spec, state: TrainState, earlier: Sums, times: float) -> None:
         self.step, self.state, self.earlier, self.times = step, state, earlier, times
-        self.squares_of: dict[Key, LeafSquares] = {}
+        self.squares_of: dict[tuple[Key, ...], LeafSquares] = {}
 
-    def of(self, key: Key, shard: torch.Tensor) -> Sharded:
-        """The whole gradient of a group: this pullback's, earlier microbatches' and what the state keeps."""
-        if key in self.earlier:
-            shard = tensor_of(self.earlier[key]) + shard
-        grads = as_grads(self.state.layout, {key: shard})
+    def of(self, shards: dict[Key, torch.Tensor]) -> Sharded:
+        """The whole gradients of some groups: this pullback's, earlier microbatches' and what the state keeps."""
+        for key in self.earlier.keys() & shards:
+            shards[key] = tensor_of(self.earlier[key]) + shards[key]
+        grads = as_grads(self.state.layout, shards)
         return with_kept(self.state, grads_of(self.step, self.state, grads, self.times))
 
-    def measured(self, key: Key, shard: torch.Tensor) -> Sharded:
+    def measured(self, shards: dict[Key, torch.Tensor]) -> Sharded:
         """These grads, their squares noted for the norm."""
-        grads = self.of(key, shard)
-        self.squares_of[key] = squares_of(grads)
+        grads = self.of(shards)
+        self.squares_of[tuple(shards)] = squares_of(grads)
         return grads
 
     @property
@@ -118,34 +118,46 @@ def _pulled(update: Update, run: Run, ct: object, grads: _Grads, loss: torch.Ten
             run.drop()
             return Decision(step, state, loss)
 
-        def at_once(key: Key, shard: torch.Tensor) -> None:
-            update.apply([key], _finite_only(grads.measured(key, shard), grads.squares_of[key]), {})
+        def at_once(shards: dict[Key, torch.Tensor]) -> None:
+            update.apply([*shards], _finite_only(grads.measured(shards), grads.squares_of[*shards]), {})
 
-        run.pull(ct, receive=at_once, before=update.start)
+        _pull(update, run, ct, at_once, before=update.start)
         decision = Decision(step, state, grads.norm(), None, grads.squares)
         decision.finite, decision.metrics["skipped"] = True, torch.tensor(False, device="cpu")  # it was applied already
         return decision
     if mode == "twice":
-        run.pull(ct, retain_graph=True, receive=grads.measured)
+        _pull(update, run, ct, grads.measured, retain_graph=True)
         decision = Decision(step, state, grads.norm(), None, grads.squares)
         if decision.finite:
-            extra = decision.extra
-            run.pull(ct, receive=lambda k, shard: update.apply([k], grads.of(k, shard), extra), before=update.start)
+            own = lambda shards: update.apply([*shards], grads.of(shards), decision.extra)
+            _pull(update, run, ct, own, before=update.start)
         run.drop()
         return decision
-    held: dict[Key, Sharded] = {}
-
-    def hold(key: Key, shard: torch.Tensor) -> None:
-        held[key] = placed(grads.measured(key, shard), "grads")
-
-    run.pull(ct, receive=hold)
+    held: list[Sharded] = []
+    _pull(update, run, ct, lambda shards: held.append(placed(grads.measured(shards), "grads")))
     decision = Decision(step, state, grads.norm(), None, grads.squares)
-    parts = [[key] for key in held] if step.optimizer.by_group else [list(held)]
-    for keys, following in itertools.pairwise((*parts, [])) if decision.finite else ():
-        own = [held.pop(key) for key in keys]
-        buffers = {name: x for part in own for name, x in part.entries.items()}
-        update.apply(keys, own[0].with_buffers(buffers), decision.extra, following)
+    if held and not step.optimizer.by_group:
+        held = [held[0].with_buffers({key: x for part in held for key, x in part.entries.items()})]
+    while decision.finite and held:
+        own = held.pop(0)
+        update.apply(own.groups, own, decision.extra, held[0].groups if held else ())
     return decision
+
+
+def _pull(update: Update, run: Run, ct: object, take: Callable[[dict[Key, torch.Tensor]], object], **how: Any) -> None:
+    """Pulls back, and hands on reduced grads as they arrive, small groups together."""
+    waiting, numel, enough = dict[Key, torch.Tensor](), 0, SMALL if update.together else 0
+
+    def receive(key: Key, shard: torch.Tensor) -> None:
+        nonlocal waiting, numel
+        waiting[key], numel = shard, numel + shard.numel()
+        if numel >= enough:
+            taken, waiting, numel = waiting, {}, 0
+            take(taken)
+
+    run.pull(ct, receive=receive, **how)
+    if waiting:
+        take(waiting)
 
 
 def _finite_only(grads: Sharded, squares: LeafSquares) -> Sharded:

@@ -78,7 +78,7 @@ def _applied(
             parts = [trainable]
             if step.optimizer.by_group and (step.optimizer.copies or update.moves or grads.away):
                 parts = [(key,) for key in trainable]
-            elif step.optimizer.by_group and state.params.held_entries and not step.optimizer.exchanges:
+            elif update.together and state.params.held_entries:
                 parts = state.layout.in_parts(trainable)
             try:
                 for keys, following in itertools.pairwise((*parts, ())):
@@ -203,6 +203,12 @@ class Update:
     def moves(self) -> bool:
         """Tells whether any of what is updated is away."""
         return any(tree.tree.away for tree in self._trees)
+
+    @property
+    def together(self) -> bool:
+        """Tells whether several small groups may be updated at once, each as by itself."""
+        own = self.step.optimizer
+        return own.by_group and not (own.copies or own.exchanges or self.moves)
 
     def lost(self, error: BaseException, where: str = "") -> None:
         """After an error: a donated state may be half written."""

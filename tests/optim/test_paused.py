@@ -153,13 +153,13 @@ def test_as_many_units_wait_as_an_optimizer_says(optimizer: str, fuse: bool, mon
 @in_turns(3)
 @pytest.mark.parametrize(("ranks", "optimizer"), by_turns([1, 3], sorted(OPTIMIZERS.keys() - {*AT_ONCE})))
 def test_gradients_go_while_units_are_pulled_back(ranks: int, optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a unit that is delivered, of one whose slices are on their way, and of none more."""
+    """Of a unit that is delivered, of one whose slices are on their way, and of none more. Small ones are together."""
     delivered = {rank: list[weakref.ref[torch.UntypedStorage]]() for rank in range(ranks)}
     most, of = dict.fromkeys(delivered, 0), _Grads.of
 
-    def noted(own: _Grads, key: Any, shard: torch.Tensor) -> Any:
-        grads, rank = of(own, key, shard), own.state.params.axis.rank
-        delivered[rank].append(weakref.ref(grads.local(key).untyped_storage()))
+    def noted(own: _Grads, shards: Any) -> Any:
+        grads, rank = of(own, shards), own.state.params.axis.rank
+        delivered[rank] += [weakref.ref(grads.local(key).untyped_storage()) for key in shards]
         most[rank] = max(most[rank], sum(each() is not None for each in delivered[rank]))
         return grads
 
@@ -167,7 +167,7 @@ def test_gradients_go_while_units_are_pulled_back(ranks: int, optimizer: str, mo
 
     def rank_main(rank: int) -> None:
         step = fz.fuse_update(fz.shard_zero3(fz.train_step(loss, OPTIMIZERS[optimizer]())) if ranks > 1 else made())
-        step(step.init({"blocks": [{"w": torch.eye(16)} for _ in range(UNITS)]}), torch.ones(4, 16))
+        step(step.init({"blocks": [{"w": torch.eye(512)} for _ in range(UNITS)]}), torch.ones(4, 512))
 
     def made() -> Any:
         return fz.train_step(loss, OPTIMIZERS[optimizer]())
