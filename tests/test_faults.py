@@ -63,7 +63,7 @@ def raises_in_the_update(rank: int, stage: int, fused: bool, at: int) -> None:
     bad = build(lr, stage, fused)
     for _ in range(2):
         asked = 0
-        with mock.patch.object(layout, "_SMALL", 0), pytest.raises(KeyError, match="the user's own"):  # as large ones
+        with mock.patch.object(layout, "SMALL", 0), pytest.raises(KeyError, match="the user's own"):  # as large ones
             bad(state, *scenarios.vector_batches(2)[rank])
     goes_on(rank, good, state)
 
