@@ -24,8 +24,8 @@ from fzero.engine.signature import KEPT, Signature, unit_of
 from fzero.engine.straight import StraightOp
 from fzero.engine.traversal import Traversal, current, here, inside, leaves_below
 from fzero.purity import check
-from fzero.purity.check import is_strict
 from fzero.purity.observer import Look, beside, looking
+from fzero.purity.strict import is_strict
 from fzero.purity.trial import Trial
 from fzero.table.handle import Handle, HandleError, storage_of
 

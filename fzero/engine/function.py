@@ -26,8 +26,8 @@ from fzero.engine.traversal import Traversal, autocast, read
 from fzero.engine.use import Use
 from fzero.engine.written import LeafOf, leaf_of, named, stored, unwritten
 from fzero.formats.formats import Plain
-from fzero.purity.check import is_strict
 from fzero.purity.observer import looking_at
+from fzero.purity.strict import is_strict
 from fzero.purity.trial import names_of
 from fzero.state.checks import check_values, transform_of
 from fzero.state.sharded import Sharded

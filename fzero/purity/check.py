@@ -1,10 +1,9 @@
-"""fz.check_pure and fz.testing.strict: a step's function and its units are proven to be pure, whenever one says so."""
+"""fz.check_pure: a step's function and its units are proven to be pure, whenever one says so."""
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +12,7 @@ from fzero.base import pytree
 from fzero.base.context import during, variable
 from fzero.base.places import definition_of
 from fzero.comm.divergence import failing
+from fzero.purity.strict import strict
 from fzero.purity.trial import Trial
 from fzero.table.spec import need_step
 
@@ -96,29 +96,3 @@ def note(unit: str, captured: int | None) -> None:
     own = proofs.get()
     if own is not None:
         own.append(UnitProof(unit, captured))
-
-
-# ----
-
-_strict: contextvars.ContextVar[bool] = variable("strict", False)
-is_strict: Callable[[], bool] = _strict.get
-
-
-@contextlib.contextmanager
-def strict(enabled: bool = True) -> Iterator[None]:
-    """A context in which every run of a step's function and of its units is proven to be pure.
-
-    Outside of it, a first run is. Use it in tests.
-
-    Args:
-        enabled: False switches it off inside another one.
-
-    Example:
-        >>> step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1))
-        >>> with fz.testing.strict():
-        ...     state, metrics = step(step.init({"w": torch.ones(2)}), torch.ones(2))
-        >>> metrics["loss"]
-        tensor(2.)
-    """
-    with during(_strict, enabled):
-        yield

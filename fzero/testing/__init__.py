@@ -3,7 +3,7 @@
 from fzero.comm.divergence import checked_collectives, recorded_collectives
 from fzero.comm.hazards import hazards
 from fzero.planning.live import LiveBytes
-from fzero.purity.check import strict
+from fzero.purity.strict import strict
 from fzero.testing._asserts import (
     assert_all_finite,
     assert_collectives,

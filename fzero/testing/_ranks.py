@@ -28,7 +28,7 @@ from fzero.base.forking import forking_context, loaded, pickled, startable
 from fzero.comm import hazards, worlds
 from fzero.comm.backend import Mesh
 from fzero.comm.divergence import PeerStopped, checked_collectives
-from fzero.purity.check import is_strict, strict
+from fzero.purity.strict import is_strict, strict
 from fzero.table.needs import is_component
 
 T = TypeVar("T")

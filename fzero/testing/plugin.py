@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 
 from fzero.comm.hazards import hazards as make_hazards
-from fzero.purity.check import strict
+from fzero.purity.strict import strict
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

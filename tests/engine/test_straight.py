@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -58,7 +59,7 @@ def programs() -> st.SearchStrategy[Program]:
             st.lists(st.sampled_from(MEMORIES), max_size=1),
             st.lists(st.sampled_from(sorted({*TRANSFORMS}.difference(SHARDS, MEMORIES))), unique=True, max_size=3),
         )
-        .flatmap(lambda drawn: st.permutations(sum(drawn, [])))
+        .flatmap(lambda drawn: st.permutations([*itertools.chain(*drawn)]))
         .map(tuple),
         st.integers(0, STEPS),
     ).map(lambda drawn: drawn._replace(mapped=STEPS) if "recomputes" in str(drawn.actions) else drawn)
