@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -144,8 +143,15 @@ def _pulled(update: Update, run: Run, ct: object, grads: _Grads, loss: torch.Ten
     return decision
 
 
-def _pull(update: Update, run: Run, ct: object, take: Callable[[dict[Key, torch.Tensor]], object], **how: Any) -> None:
-    """Pulls back, and hands on reduced grads as they arrive, small groups together."""
+def _pull(
+    update: Update,
+    run: Run,
+    ct: object,
+    take: Callable[[dict[Key, torch.Tensor]], object],
+    retain_graph: bool = False,
+    before: Callable[[Sequence[Key]], object] | None = None,
+) -> None:
+    """Pulls back, and hands on reduced grads as they arrive, small groups together; the rest as in `Run.pull`."""
     waiting, numel, enough = dict[Key, torch.Tensor](), 0, SMALL if update.together else 0
 
     def receive(key: Key, shard: torch.Tensor) -> None:
@@ -155,7 +161,7 @@ def _pull(update: Update, run: Run, ct: object, take: Callable[[dict[Key, torch.
             taken, waiting, numel = waiting, {}, 0
             take(taken)
 
-    run.pull(ct, receive=receive, **how)
+    run.pull(ct, retain_graph, receive=receive, before=before)
     if waiting:
         take(waiting)
 
