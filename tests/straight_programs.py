@@ -292,8 +292,9 @@ def need_mapped(pullback: Any, loss: torch.Tensor, mean: Any, trains: Callable[[
         return optree.tree_leaves(fz.gather(grads))
 
     got = torch.func.vmap(one)(torch.tensor(COTANGENTS, dtype=F64))
-    trained: list[Any] = optree.tree_leaves(optree.tree_map_with_path(lambda path, g: g if trains(path) else None, mean))
-    for own, g in zip(got, trained, strict=True):
+    trained = optree.tree_map_with_path(lambda path, g: g if trains(path) else None, mean)
+    leaves: list[Any] = optree.tree_leaves(trained)
+    for own, g in zip(got, leaves, strict=True):
         assert_trees_close(own, torch.stack([factor * g for factor in COTANGENTS]), rtol=1e-9, atol=1e-12)
 
 
