@@ -187,6 +187,7 @@ def main() -> None:
             "fzero, ZeRO-2": made(fz.shard_zero2),
             "fzero, ZeRO-3": made(fz.shard_zero3),
             "fzero, ZeRO-3, remat": made(lambda step: fz.remat(fz.shard_zero3(step))),
+            "fzero, ZeRO-3, fused": made(lambda step: fz.fuse_update(fz.shard_zero3(step))),
             "fzero, unsharded, jit": made(fz.jit),
             "fzero, ZeRO-3, jit": made(lambda step: fz.jit(fz.shard_zero3(step))),
             "module": autograd(module(), False, args.optimizer),
