@@ -214,6 +214,17 @@ def refuse_outside(error: Exception) -> None:
             f"{first_words(error)}. {_INSTEAD}. Or make what does it a unit (fz.unit, also without params), which "
             "plain autograd runs."
         ) from error
+    if texts.says(error, texts.NO_MAP):
+        raise TypeError(
+            f"step: the function computes a whole batch at once{place_of(error)}, and something in it can not: "
+            f"{first_words(error)}. Cotangents of torch.autograd.grad(..., is_grads_batched=True) do not go through "
+            "every unit: take torch.func.jacrev, or torch.func.vmap of torch.func.vjp."
+        ) from error
+    if texts.says(error, texts.NESTED_FORWARD):
+        raise TypeError(
+            f"step: torch.autograd.forward_ad goes through a unit that is a node of the graph{place_of(error)}, as one "
+            "under fz.remat is, which torch does not support. Take torch.func.jvp."
+        ) from error
     if texts.says(error, texts.WRITES_LEAF):
         raise ValueError(
             "step: the function writes in place to one of its params, or to an input that is differentiated. Compute "

@@ -25,6 +25,8 @@ NO_STATISTICS = "is not differentiable with respect to argument 'running_"  # of
 NO_SPARSE = "is not implemented for sparse tensors"
 HIGHER_ORDER = "higher order operator"  # as torch.cond, in Python's run or below functorch
 OF_ENDED = "level <= current_level INTERNAL ASSERT"  # a tensor of a transform of torch.func that has ended
+NO_MAP = "Batching rule not implemented"  # of what a map goes through
+NESTED_FORWARD = "Nested forward mode AD is not supported"  # torch.func.jvp under torch.autograd.forward_ad
 WRITES_LEAF = "leaf Variable that requires grad"
 WRITES_CAPTURED = "would mutate a captured Tensor"
 WRITES_SAVED = "modified by an inplace operation"

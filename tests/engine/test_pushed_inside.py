@@ -137,3 +137,27 @@ def test_a_leaf_of_the_units_own_is_told_what_to_do() -> None:
             continue
         found = fz.gather(fz.hvp(step, state, v, X))["blocks"][0]["w"]
         torch.testing.assert_close(found, want)
+
+
+def test_a_tangent_from_outside_meets_a_recomputed_unit_by_name() -> None:
+    """What torch says of it names no unit, no line and nothing to write instead."""
+
+    @fz.unit
+    def block(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ p["w"])
+
+    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+        for q in p["blocks"]:
+            x = block(q, x)
+        return x.square().mean()
+
+    step, params, x = fz.train_step(fn, fz.sgd(0.1)), {"blocks": [{"w": torch.eye(3)}]}, torch.ones(2, 3)
+    pushed, again = [], fz.remat(step)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        pushed.append(forward_ad.unpack_dual(step.forward(step.init(params), dual)).tangent)
+        with pytest.raises(TypeError, match=r"in 'fn', test_pushed_inside.py, line \d+\).* Take torch.func.jvp"):
+            again.forward(again.init(params), dual)
+    state = again.init(params)
+    pushed.append(torch.func.jvp(lambda x: again.forward(state, x), (x,), (torch.ones_like(x),))[1])
+    fz.testing.assert_trees_close(*pushed)
