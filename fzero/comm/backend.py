@@ -214,7 +214,8 @@ def _scatter(full: torch.Tensor, out: torch.Tensor, group: Group, number: int, d
 
     def add() -> None:
         arrived()
-        for total, *terms in zip(*[part.view(-1).split(CHUNK) for part in (out, *received)], strict=True):
+        count = CHUNK if out.device.type == "cpu" else max(1, out.numel())
+        for total, *terms in zip(*[part.view(-1).split(count) for part in (out, *received)], strict=True):
             if alike:
                 torch.add(terms[0], terms[1], out=total)
             else:
