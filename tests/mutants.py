@@ -99,7 +99,7 @@ MUTANTS = [
         "            pass\n        return out",
         tests=LOADS,
     ),
-    Mutant("comm/backend.py", "        arrived()\n        for total", "        for total", tests=ON_PROCESSES),
+    Mutant("comm/backend.py", "        arrived()\n        count", "        count", tests=ON_PROCESSES),
     Mutant("comm/backend.py", "work.wait()\n        works", "pass\n        works", tests=ELSEWHERE),
     Mutant("graph/run.py", "x.zero_() if traversal.mask.masked else x", "x", tests=MASKED),
     Mutant("graph/run.py", "        traversal.schedule.used.update(program.uses)\n", "", tests=AS_THEY_COME),

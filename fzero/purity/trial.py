@@ -205,7 +205,7 @@ def _need_gone(look: Look, opaque: list[object]) -> None:
         made = next((each for each in alive if each.place is not None), alive[0])
         raise Impure(
             f"keeps a tensor of shape {tuple(made.shape)} that it computed or was given, in something that outlives it "
-            "(a list, a dict, an attribute, a global)",
+            "(a list, a dict, an attribute, a global, saved-tensor hooks that keep what they are given)",
             made.place,
             "Return it. A module's own state is a buffer: fz.functional(module, buffers=True).",
         )
