@@ -43,7 +43,7 @@ docs-check: docs
 
 # an environment outside of the repository, for what must not find the source beside it
 ENVIRONMENTS ?= $(or $(TMPDIR),/tmp)/fzero-environments
-OTHER = $(ENVIRONMENTS)/torch-$(VERSION)
+OTHER = $(ENVIRONMENTS)/torch-$(VERSION)-$(notdir $(PYTHON))
 WHEEL = $(ENVIRONMENTS)/wheel
 TESTS ?= tests
 WORKERS ?= 3

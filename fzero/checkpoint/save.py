@@ -6,6 +6,7 @@ import json
 import os
 import reprlib
 import threading
+import traceback
 import uuid
 from collections.abc import Callable
 
@@ -111,7 +112,8 @@ class Saving:
         try:
             write(folder, snapshot.pop(), board, then)
         except BaseException as error:
-            error.__traceback__ = error.__cause__ = error.__context__ = None  # whose frames hold the state
+            traceback.clear_frames(error.__traceback__)  # which hold the state, and errors that lead back to them
+            error.__traceback__ = error.__cause__ = error.__context__ = None
             self._error = error
         finally:
             self._ended.set()
