@@ -106,6 +106,8 @@ class Failing:
 
     def counted(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*given: Any, **more: Any) -> Any:
+            if real.__name__ == "close":  # which a finalizer calls again
+                real.__self__.close = lambda: None
             self.count += 1
             if self.count == self.at or (self.dies and self.count > self.at):
                 raise ConnectionResetError("the connection was reset")
