@@ -1,6 +1,6 @@
 """Tensor and sequence parallelism: linear maps between the ranks of a mesh axis, and what is made of them."""
 
-import fzero.parallel.first_run  # noqa: F401, which steps then call by themselves
+import fzero.parallel.check_first_run  # noqa: F401, which steps then call by themselves
 from fzero.parallel.axis import axis
 from fzero.parallel.check import Report, check
 from fzero.parallel.huggingface import register_attention

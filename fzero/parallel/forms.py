@@ -3,9 +3,9 @@
 And the maps of a dry run, which check types and forms, send nothing, and say what each of them would send.
 
 The rules by operation are those for modules (`rules`), which say what is sure to be right. What they do not say is in
-doubt: before a first run it is compared by values (`first_run`). `check` has no values, and refuses what is not known
-to be right of partial values: a piece or a replicated value added to one is added as often as ranks are, and a function
-of it that is not linear gives no summand of what it gives of the sum.
+doubt: before a first run it is compared by values (`check_first_run`). `check` has no values, and refuses what is not
+known to be right of partial values: a piece or a replicated value added to one is added as often as ranks are, and a
+function of it that is not linear gives no summand of what it gives of the sum.
 """
 
 from __future__ import annotations

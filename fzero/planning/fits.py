@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from fzero.base.arguments import need_int, wrong
 from fzero.planning.bandwidth import Bandwidth, need_bandwidth
+from fzero.planning.memories import DISK, MEMORIES
 from fzero.planning.plan import Plan, planned, transfers
-from fzero.planning.traffic import DISK, MEMORIES
 from fzero.planning.update import Taken
 from fzero.stores.disk import Disk, stand_in
 from fzero.stores.memories import DEVICE, HOST, Memory

@@ -18,7 +18,7 @@ from fzero.base.patterns import ROOT
 from fzero.comm import backend
 from fzero.comm.axis import Axis
 from fzero.parallel.check import sent_by
-from fzero.planning import traffic
+from fzero.planning import memories
 from fzero.planning.activations import Activations, activation_lines, activations_of, without_axis
 from fzero.planning.bandwidth import Bandwidth, need_bandwidth
 from fzero.planning.messages import (
@@ -204,8 +204,8 @@ class Plan:
             own = {axis: [each for each in self.messages if each.axis == axis] for axis in self.by_axis}
             lines += [f"sent per {step} over {axis}: {sent_as(some)}" for axis, some in own.items()]
         if any(memory != DEVICE for row in self.rows for memory in row.memories):
-            places = {"device": self.device, HOST: self.host, traffic.DISK: self.disk}
-            (down, up), (read, written) = [map(in_bytes, self.moved[memory]) for memory in (HOST, traffic.DISK)]
+            places = {"device": self.device, HOST: self.host, memories.DISK: self.disk}
+            (down, up), (read, written) = [map(in_bytes, self.moved[memory]) for memory in (HOST, memories.DISK)]
             lines += [
                 f"between steps: {by_name(places)}; at most in a step: {by_name(self.peak)}, and activations",
                 f"moved per {step}: host to device {down}, device to host {up}; disk read {read}, written {written}",
@@ -217,7 +217,7 @@ class Plan:
 def transfers(plan: Plan, bandwidth: Bandwidth) -> list[float]:
     """The seconds that a step's bytes take: to and from the host, from and to the disk."""
     out = []
-    for memory in (HOST, traffic.DISK):
+    for memory in (HOST, memories.DISK):
         for count, way in zip(plan.moved[memory], ("read", "write"), strict=True):
             speed: float | None = getattr(bandwidth, f"{memory}_{way}")
             if count and speed is None:
@@ -303,7 +303,7 @@ def planned(
     layout = Holdings(rows, ranks).layout(rank)
     empty = Sharded(layout, Axis(), structure, {}, kind="params")
     like = filled(empty, dict.fromkeys(layout.groups, torch.device("meta")))
-    messages, pieces = sent_of(step, layout, ranks), traffic.pieces_of(step, layout, like)
+    messages, pieces = sent_of(step, layout, ranks), memories.pieces_of(step, layout, like)
     gathered = collections.Counter[str]()
     if not isinstance(inputs, (tuple, list, type(None))):
         raise wrong("plan", "inputs", inputs, "a tuple of what the step is given besides its state, or None")
@@ -326,9 +326,9 @@ def planned(
         updates[moves] = taken(here, bare, structure, moves, ranks.place(ranks.sharded, rank))
     update = updates[moves]
     messages += update.messages(ranks)
-    by_kind = {kind: traffic.total(p for p in pieces if p.kind == kind) for kind in ("grads", "moments", "extra")}
-    by_memory = {memory: traffic.total(p for p in pieces if p.memory == memory) for memory in traffic.MEMORIES}
-    alone = [*(p for p in pieces if p.kind != "grads"), *traffic.grads_of(step, layout, several=False)]
+    by_kind = {kind: memories.total(p for p in pieces if p.kind == kind) for kind in ("grads", "moments", "extra")}
+    by_memory = {memory: memories.total(p for p in pieces if p.memory == memory) for memory in memories.MEMORIES}
+    alone = [*(p for p in pieces if p.kind != "grads"), *memories.grads_of(step, layout, several=False)]
     paths = [rows[index].path for index in sorted(frozen)]
     some = ", ".join(paths[:4]) + (", ..." if len(paths) > 4 else "")
     return Plan(
@@ -338,15 +338,15 @@ def planned(
         ranks=ranks,
         rank=rank,
         layout=layout,
-        params=traffic.total(p for p in pieces if p.kind in ("params", "held")),
+        params=memories.total(p for p in pieces if p.kind in ("params", "held")),
         **by_kind,
         gathered=max((n for unit, n in gathered.items() if unit), default=0),
         root=gathered[ROOT],
         sent=sum(each.nbytes for each in messages if each.purpose in OF_PARAMS),
         messages=tuple(messages),
         **by_memory,
-        moved=traffic.moved(alone),
-        peak=traffic.peak(step, pieces, layout, update, gathered),
+        moved=memories.moved(alone),
+        peak=memories.peak(step, pieces, layout, update, gathered),
         activations=activations,
         flops=flops,
         schedule=turns_of(layout) if step.graphs is not None else (),

@@ -224,7 +224,7 @@ def test_refused(name: str) -> None:
 
 
 def test_what_is_too_large_to_be_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["fzero.parallel.first_run"], "LARGEST", 1)
+    monkeypatch.setattr(sys.modules["fzero.parallel.check_first_run"], "LARGEST", 1)
     assert is_equal(lambda p, x, ax: to_row(up(p, x, ax), p, ax)) and not is_equal(embedded)
 
     def main(rank: int, checks: bool) -> torch.Tensor:
@@ -240,7 +240,7 @@ def test_what_is_too_large_to_be_compared(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_one_function_proves_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["fzero.parallel.first_run"], "LARGEST", 1)
+    monkeypatch.setattr(sys.modules["fzero.parallel.check_first_run"], "LARGEST", 1)
 
     def made(counts: bool, ax: Axis) -> Callable[[Params, torch.Tensor], torch.Tensor]:
         return lambda p, x: to_row((h := up(p, x, ax).flip(0)) * (h.shape[-1] if counts else 1), p, ax)
