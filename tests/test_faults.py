@@ -16,6 +16,7 @@ from nightly import by_turns, in_turns
 import fzero as fz
 from fzero.table import layout
 from fzero.testing import assert_trees_close, run_ranks
+from fzero.update import fused as fused_update
 
 pytestmark = pytest.mark.usefixtures("hazards")
 
@@ -63,7 +64,8 @@ def raises_in_the_update(rank: int, stage: int, fused: bool, at: int) -> None:
     bad = build(lr, stage, fused)
     for _ in range(2):
         asked = 0
-        with mock.patch.object(layout, "SMALL", 0), pytest.raises(KeyError, match="the user's own"):  # as large ones
+        as_large = mock.patch.object(layout, "SMALL", 0), mock.patch.object(fused_update, "SMALL", 0)
+        with as_large[0], as_large[1], pytest.raises(KeyError, match="the user's own"):
             bad(state, *scenarios.vector_batches(2)[rank])
     goes_on(rank, good, state)
 
