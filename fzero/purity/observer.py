@@ -285,6 +285,7 @@ def refusing(who: str, defined: Place | None = None) -> Iterator[None]:
     try:
         yield
     except Impure as error:
+        error.__traceback__ = None  # whose frames hold what the function is given, and lead back to it
         raise noted(refusal(who, error, defined)) from None
 
 
