@@ -10,7 +10,9 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Mapping
+import types
+from collections.abc import Callable, Mapping, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
 from typing import TypeVar
 
 from torch._C._dynamo.eval_frame import (
@@ -58,26 +60,57 @@ _COMPILED = (
 )
 
 
+class _Coming:
+    """Has Dynamo, if something imports it while a thread asks, run nothing compiled there from its first moment.
+
+    It would leave out for ever, and silently, what it then finds under modes.
+    """
+
+    @staticmethod
+    def find_spec(
+        name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
+    ) -> ModuleSpec | None:
+        found = PathFinder.find_spec(name, path, target) if name == _DYNAMO else None
+        if found is not None and found.loader is not None:
+            run = found.loader.exec_module
+
+            def exec_module(module: types.ModuleType) -> None:
+                run(module)
+                with _lock:
+                    if _threads:
+                        _stand_in(module)
+
+            setattr(found.loader, "exec_module", exec_module)  # noqa: B010 - of this one module's loader
+        return found
+
+
+_DYNAMO = "torch._dynamo.eval_frame"
+
+
+def _stand_in(dynamo: types.ModuleType | None) -> None:
+    stance = getattr(dynamo, "_stance", None)  # or another thread imports it just now
+    if stance is not None and not isinstance(stance, _Stance):
+        setattr(dynamo, "_stance", _Stance(stance))  # noqa: B010 - as `torch.compiler.set_stance` does
+
+
 def begin(owner: object) -> None:
     """From now on nothing compiled runs on this thread, until `end`."""
     need_eager()
-    if "torch._dynamo" not in sys.modules:  # then nothing is compiled
-        return
-    from torch._dynamo import eval_frame
-
     with _lock:
-        if not isinstance(eval_frame._stance, _Stance):
-            eval_frame._set_stance(_Stance(eval_frame._stance))  # type: ignore[arg-type]
         _threads[id(owner)] = threading.get_ident()
+        _stand_in(sys.modules.get(_DYNAMO))
+        if _Coming not in sys.meta_path:
+            sys.meta_path.insert(0, _Coming)
 
 
 def end(owner: object) -> None:
     with _lock:
         if _threads.pop(id(owner), None) is None or _threads:
             return
-        eval_frame = sys.modules["torch._dynamo.eval_frame"]
-        if isinstance(eval_frame._stance, _Stance):
-            setattr(eval_frame, "_stance", eval_frame._stance.over)  # noqa: B010 - also where something is compiled
+        dynamo = sys.modules.get(_DYNAMO)
+        stance = getattr(dynamo, "_stance", None)
+        if isinstance(stance, _Stance):
+            setattr(dynamo, "_stance", stance.over)  # noqa: B010 - also where something is compiled
 
 
 def uncompiled(mode: type[Mode]) -> type[Mode]:

@@ -188,3 +188,27 @@ print("torch._dynamo" in sys.modules)
 def test_what_is_compiled_first_in_a_first_run(tmp_path: Path) -> None:
     want, *got = printed(tmp_path, "for fn in block, compiles, fz.unit(compiles): print(losses(fn))")
     assert got == [want, want]
+
+
+def test_what_is_made_to_be_compiled_in_a_first_run_is_compiled_later(tmp_path: Path) -> None:
+    """Dynamo, which that run imports, would leave out for ever what it found under the run's modes."""
+    lines = """
+graphs = []
+
+
+def counted(graph, inputs):
+    graphs.append(1)
+    return graph.forward
+
+
+helper = functools.cache(lambda: torch.compile(lambda x: x.sin() * 2 + x, backend=counted))
+
+
+def lazy(p, x):
+    return helper()(x @ p["w"])
+
+
+losses(fz.unit(lazy))
+print(len(graphs) > 0)
+"""
+    assert printed(tmp_path, "import functools\n" + lines) == ["True"]
