@@ -162,7 +162,7 @@ def _pull(
             take(taken)
 
     run.pull(ct, retain_graph, receive=receive, before=before)
-    if waiting:
+    if waiting or not update.layout.trainable:  # an update of nothing counts, too
         take(waiting)
 
 

@@ -77,7 +77,7 @@ def _applied(
             # the others' gathers then run meanwhile, and transfers
             parts = [trainable]
             if step.optimizer.by_group and (step.optimizer.copies or update.moves or grads.away):
-                parts = [(key,) for key in trainable]
+                parts = [(key,) for key in trainable] or parts  # an update of nothing counts, too
             elif update.together and state.params.held_entries:
                 parts = state.layout.in_parts(trainable)
             try:

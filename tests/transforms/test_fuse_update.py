@@ -257,3 +257,20 @@ def test_weights_behind_detach_and_params_as_aux_are_those_before_the_update(sta
         assert_trees_equal(dict(fz.gather(before.params)), params)
 
     run_ranks(rank_main, 2 if stage else 1)
+
+
+@pytest.mark.parametrize("norm", [None, "auto", "twice", "held"])
+@pytest.mark.parametrize("memory", [None, "host"])
+@pytest.mark.filterwarnings("ignore:fz.offload to 'host':UserWarning")
+def test_an_update_of_nothing_counts(norm: str | None, memory: Any) -> None:
+    """All is frozen for a while: the schedule goes on, whatever updates."""
+    clipped = [fz.clip_by_global_norm(1.0)] if norm == "twice" else []
+    optimizer = fz.chain(*clipped, fz.adamw(lambda count: 1.0 / (1 + count)))
+    step = fz.freeze(fz.train_step(plain, optimizer), "*")
+    if memory is not None:
+        step = fz.offload(step, params=memory, moments=memory)
+    if norm is not None:
+        step = fz.fuse_update(step, norm)
+    (_, params), batch = scenarios.stack(), scenarios.vector_batches(1)[0]
+    state, _ = step(step.init(params), *batch)
+    assert step(state, *batch)[1]["lr"] == 0.5
