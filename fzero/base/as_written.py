@@ -48,14 +48,14 @@ class _Stance:
 
 
 def need_eager() -> None:
-    """Refuses to run a step where torch.compile compiles what calls this."""
+    """Refuses to run a step, or a unit of one, where torch.compile compiles what calls this."""
     if get_eval_frame_callback() not in (None, False):
         raise RuntimeError(_COMPILED)
 
 
 _COMPILED = (
-    "A step runs inside of a function that torch.compile compiles, where fzero cannot look at what it computes. Call "
-    "the step outside of that function, keep it out by torch.compiler.disable, or compile the step's units: "
+    "A step or a unit runs inside of a function that torch.compile compiles, where fzero cannot look at what it "
+    "computes. Call it outside of that function, keep it out by torch.compiler.disable, or compile the step's units: "
     "fz.compile(step)."
 )
 

@@ -134,8 +134,23 @@ def test_a_step_inside_of_what_is_compiled_is_refused() -> None:
     step = made()
     state = step.init(params())
     outer = torch.compile(lambda x: step(state, x * 2)[1]["loss"] + 1, backend="eager")
-    with pytest.raises(RuntimeError, match=r"Call the step outside of that function, keep it out by torch\.compiler"):
+    with pytest.raises(RuntimeError, match=r"Call it outside of that function, keep it out by torch\.compiler"):
         outer(torch.ones(3, 4))
+    assert stance() == "default"
+
+
+@in_turns(8, "compiled by torch")
+@pytest.mark.filterwarnings("ignore:Dynamo:UserWarning")
+def test_a_unit_inside_of_what_is_compiled_is_refused() -> None:
+    block = fz.unit(lambda p, x: x @ p["w"])
+    outer = torch.compile(lambda p, x: block(p, x) + 1, backend="eager")
+
+    def run(rank: int) -> None:
+        step = fz.shard_zero3(fz.train_step(lambda p, x: outer(p["blocks"][0], x).square().mean(), fz.sgd(0.1)))
+        steps(step, 2)
+
+    with pytest.raises(fz.testing.RankError, match=r"Call it outside of that function.*fz\.compile"):
+        run_ranks(run, 1)
     assert stance() == "default"
 
 
