@@ -45,7 +45,7 @@ def test_any_hooks_on_any_modules(data: Any, stage: int, remat: bool, count: int
     check(module, by_functional_call(module), forms=[(stage, remat)])
 
 
-@in_turns(8, "compiled by torch")
+@in_turns(12, "compiled by torch")
 def test_compiled_units_of_one_class_with_and_without_hooks() -> None:
     """What the compiler made for a block with a hook does not serve the block without one, nor the reverse."""
     module = Net()

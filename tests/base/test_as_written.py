@@ -128,7 +128,7 @@ def test_ranks_on_threads_leave_the_default(form: str) -> None:
     assert counts
 
 
-@in_turns(8, "compiled by torch")
+@in_turns(12, "compiled by torch")
 @pytest.mark.filterwarnings("ignore:Dynamo:UserWarning")
 def test_a_step_inside_of_what_is_compiled_is_refused() -> None:
     step = made()
@@ -139,7 +139,7 @@ def test_a_step_inside_of_what_is_compiled_is_refused() -> None:
     assert stance() == "default"
 
 
-@in_turns(8, "compiled by torch")
+@in_turns(12, "compiled by torch")
 @pytest.mark.filterwarnings("ignore:Dynamo:UserWarning")
 def test_a_unit_inside_of_what_is_compiled_is_refused() -> None:
     block = fz.unit(lambda p, x: x @ p["w"])

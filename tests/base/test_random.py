@@ -94,7 +94,7 @@ def test_dropout_is_the_same_on_threads_and_on_processes(remat: bool) -> None:
     assert not torch.equal(threads[0][1], threads[1][1])
 
 
-@in_turns(8, "compiled by torch")
+@in_turns(12, "compiled by torch")
 @pytest.mark.parametrize(
     "compiles",
     [
@@ -277,7 +277,7 @@ def test_a_generator_of_the_users_own_stays_in_use() -> None:
     assert torch.equal(found, torch.rand(3, generator=again) + drawn(lambda: torch.rand(3)))
 
 
-@in_turns(8, "compiled by torch")
+@in_turns(12, "compiled by torch")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning")
 def test_compiled_code_draws_the_same_on_a_thread() -> None:
     def fn(x: torch.Tensor) -> torch.Tensor:
@@ -393,7 +393,7 @@ def test_a_checkpoint_that_draws_is_refused_on_a_thread(draw: Callable[..., Any]
         on_thread(work)
 
 
-@in_turns(8, "compiled by torch")
+@in_turns(12, "compiled by torch")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning")
 def test_a_compiled_checkpoint_that_would_replay_other_numbers_is_refused() -> None:
     inner = lambda x: F.dropout(x.sin()) * x.cos()

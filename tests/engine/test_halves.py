@@ -371,7 +371,7 @@ def test_compiled_autograd_is_not_asked() -> None:
     run_ranks(rank_main, 1)
 
 
-@in_turns(8, "compiled by torch")
+@in_turns(12, "compiled by torch")
 def test_compiled_units() -> None:
     def rank_main(rank: int) -> None:
         def fn(p: Any, x: torch.Tensor) -> torch.Tensor:

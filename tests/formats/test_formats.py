@@ -182,7 +182,7 @@ def test_what_is_counted_of_an_update_is_what_a_kernel_takes(monkeypatch: pytest
         step.update(state, grads)
 
 
-@in_turns(8, "compiled by torch")
+@in_turns(12, "compiled by torch")
 def test_the_pass_that_is_compiled_for_a_gpu_computes_the_same() -> None:
     """torch.compile of the eager chunk, here on CPU: the codes may differ where a last bit does."""
     numel = 64 * 8

@@ -243,7 +243,7 @@ def test_on_processes(case: str) -> None:
     run_ranks(functools.partial(on_processes, case=case), 2, backend="processes", timeout=240)
 
 
-@in_turns(8, "compiled by torch")
+@in_turns(12, "compiled by torch")
 def test_a_gradient_by_inductor_on_processes() -> None:
     test_on_processes("gradient by Inductor")
 

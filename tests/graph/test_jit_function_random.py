@@ -103,7 +103,7 @@ def test_masks_to_the_bit(seeds: list[int]) -> None:
         fz.jit(lambda state: state.replace(seed=state.seed + 1), backend="graph")(first)
 
 
-@in_turns(8, "compiled by torch")
+@in_turns(12, "compiled by torch")
 def test_inductor() -> None:
     compare("gradient", "inductor")
 

@@ -129,7 +129,7 @@ def on_processes(rank: int) -> None:
         compare(rank, name, "zero3", "inductor")
 
 
-@in_turns(8, "compiled by torch")
+@in_turns(12, "compiled by torch")
 def test_inductor_on_processes() -> None:
     run_ranks(on_processes, 2, backend="processes", timeout=300)
 

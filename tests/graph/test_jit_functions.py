@@ -104,7 +104,7 @@ def states_in(tree: Any) -> list[fz.TrainState]:
     return [x for x in (tree if isinstance(tree, tuple) else (tree,)) if isinstance(x, fz.TrainState)]
 
 
-@in_turns(8, "compiled by torch")  # steps are compiled each day, in test_jit_refused.py and test_jit_steps.py
+@in_turns(12, "compiled by torch")  # steps are compiled each day, in test_jit_refused.py and test_jit_steps.py
 def test_inductor() -> None:
     def after(lr: torch.Tensor) -> torch.Tensor:
         step = fz.train_step(lambda p, x: block(p, x).square().mean(), fz.adamw(lr))

@@ -112,7 +112,7 @@ def test_a_unit_around_apply(units: list[str] | None, stage: int, sequence: bool
         assert_trees_close((dict(grads["model"]), out), (want[0]["model"], want[1]), rtol=1e-10, atol=1e-14)
 
 
-@in_turns(8, "compiled by torch")
+@in_turns(12, "compiled by torch")
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # that the compiler itself looks at
 @pytest.mark.parametrize("sequence", [False, True] if NIGHTLY else [True])
 def test_compiled(sequence: bool) -> None:

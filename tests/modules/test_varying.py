@@ -414,7 +414,7 @@ class InUnits(nn.Module):
         return self.blocks[0](x)
 
 
-@in_turns(8, "compiled by torch")
+@in_turns(12, "compiled by torch")
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # that the compiler itself looks at
 @pytest.mark.parametrize(("remat", "name"), by_turns([False, True], ["heads", "gate", "softmax", "by the size"]))
 def test_compiled_units(name: str, remat: bool) -> None:
@@ -440,7 +440,7 @@ class Chooses(nn.Module):
         return self.down(h.softmax(-1) if mixes else h.tanh())
 
 
-@in_turns(8, "compiled by torch")
+@in_turns(12, "compiled by torch")
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # that the compiler itself looks at
 def test_another_branch_of_a_compiled_unit() -> None:
     apply, params = fz.functional(nn.Sequential(Chooses()).to(F64)[0])

@@ -67,7 +67,7 @@ def run_three(step: fz.Step, params: Any, x: torch.Tensor) -> tuple[list[float],
 SHARDS: list[Callable[[fz.Step], fz.Step]] = [lambda s: s, fz.shard_zero1, fz.shard_zero2, fz.shard_zero3]
 
 
-@in_turns(8, "compiled by torch")
+@in_turns(12, "compiled by torch")
 @pytest.mark.parametrize(("stage", "remat"), by_turns(range(4), [False, True]))
 def test_compiled_and_eager_agree(stage: int, remat: bool) -> None:
     """With a dropout, whose random numbers are the same."""
@@ -86,7 +86,7 @@ def test_compiled_and_eager_agree(stage: int, remat: bool) -> None:
     run_ranks(rank_main, 1)
 
 
-@in_turns(8, "compiled by torch")
+@in_turns(12, "compiled by torch")
 def test_compiled_on_two_processes() -> None:
     run_ranks(_two_ranks, 2, backend="processes", timeout=240)
 
@@ -99,7 +99,7 @@ def _two_ranks(rank: int) -> None:
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
 
 
-@in_turns(8, "compiled by torch")
+@in_turns(12, "compiled by torch")
 def test_units_of_one_code_share_a_graph() -> None:
     """For all steps one graph of the first block, whose input has no gradient, and one of all others; one without any
     gradients; and the first two once more when the batch size changes."""
@@ -154,7 +154,7 @@ def test_any_cotangent_twice_and_a_second_derivative() -> None:
     torch.testing.assert_close(results[0], results[1], rtol=1e-10, atol=1e-12)
 
 
-@in_turns(8, "compiled by torch")
+@in_turns(12, "compiled by torch")
 def test_autocast() -> None:
     step, params = module_step(dtype=torch.float32)
     step = fz.shard_zero3(fz.autocast(step))
