@@ -64,8 +64,11 @@ def raises_in_the_update(rank: int, stage: int, fused: bool, at: int) -> None:
     bad = build(lr, stage, fused)
     for _ in range(2):
         asked = 0
-        as_large = mock.patch.object(layout, "SMALL", 0), mock.patch.object(fused_update, "SMALL", 0)
-        with as_large[0], as_large[1], pytest.raises(KeyError, match="the user's own"):
+        with (
+            mock.patch.object(layout, "SMALL", 0),  # as large ones
+            mock.patch.object(fused_update, "SMALL", 0),
+            pytest.raises(KeyError, match="the user's own"),
+        ):
             bad(state, *scenarios.vector_batches(2)[rank])
     goes_on(rank, good, state)
 

@@ -18,10 +18,8 @@ from typing import TypeVar
 from torch._C._dynamo.eval_frame import (
     _FrameAction,
     _FrameExecStrategy,
+    get_eval_frame_callback,
     set_code_exec_strategy,
-)
-from torch._C._dynamo.eval_frame import (
-    get_eval_frame_callback as eval_frame_callback,
 )
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -51,7 +49,7 @@ class _Stance:
 
 def need_eager() -> None:
     """Refuses to run a step, or a unit of one, where torch.compile compiles what calls this."""
-    if eval_frame_callback() not in (None, False):
+    if get_eval_frame_callback() not in (None, False):
         raise RuntimeError(_COMPILED)
 
 

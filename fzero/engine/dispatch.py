@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fzero.base import collecting, hooks, private, pytree, texts
-from fzero.base.as_written import eval_frame_callback, need_eager
+from fzero.base.as_written import get_eval_frame_callback, need_eager
 from fzero.base.carriers import changing, flatten, flatten_first
 from fzero.base.collecting import open_here
 from fzero.base.context import during, proves, within
@@ -74,7 +74,7 @@ def call_unit(
         node = functools.partial(call_unit, fn, args, kwargs, compilable=compilable, around=around, prove=prove)
         return plain_call(fn, lambda seed: node(seed=seed), fn, args, kwargs, prove=prove)
     assert spec is not None
-    if eval_frame_callback():
+    if get_eval_frame_callback():
         need_eager()
     traversal = owner
     schedule, look = traversal.schedule, looking.get()
